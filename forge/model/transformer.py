@@ -1,0 +1,208 @@
+"""The decoder: one file, switched by ModelConfig. It knows nothing of files, devices or parallelism.
+
+Weights are float32 masters; every matrix is used in the dtype of the activations, which `Transformer.dtype` sets.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge.config import ModelConfig
+from forge.ops.attention import attention
+from forge.ops.cross_entropy import linear_cross_entropy
+
+
+class Cache:
+    """Keys and values of the tokens so far, for decoding: (B, capacity, K, D) a layer."""
+
+    def __init__(self, config: ModelConfig, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
+        shape = (config.n_layers, batch, capacity, config.n_kv_heads, config.head_dim)
+        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
+        self.capacity, self.length = capacity, 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the new keys and values (B, T, K, D) of a layer and returns all (B, length + T, K, D)."""
+        end = self.length + k.shape[1]
+        self.k[layer, :, self.length:end], self.v[layer, :, self.length:end] = k, v
+        return self.k[layer, :, :end], self.v[layer, :, :end]
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class Norm(nn.Module):
+    """RMSNorm (arXiv:1910.07467) or LayerNorm over the last dimension, computed in float32 or wider."""
+
+    def __init__(self, dim: int, kind: str = "rms") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.bias = nn.Parameter(torch.empty(dim)) if kind == "layer" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.bias is not None:
+            y = F.layer_norm(y, y.shape[-1:], self.weight.to(y.dtype), self.bias.to(y.dtype), eps=1e-5)
+        else:
+            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * self.weight.to(y.dtype)
+        return y.to(x.dtype)
+
+
+def rope_tables(first: int, T: int, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
+                ) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, 1, D/2) of positions first .. first + T. Source: RoFormer, arXiv:2104.09864 eq. 34."""
+    wide = torch.promote_types(dtype, torch.float32)
+    frequencies = base ** (-torch.arange(0, head_dim, 2, device=device, dtype=wide) / head_dim)
+    angles = torch.arange(first, first + T, device=device, dtype=wide)[:, None, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns channel i of x (B, T, H, D) with channel i + D/2 by its position's angle."""
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, backend: str | None) -> None:
+        super().__init__()
+        self.config, self.layer, self.window, self.backend = config, layer, config.layer_window(layer), backend
+        H, K, D = config.n_heads, config.n_kv_heads, config.head_dim
+        self.wq = Linear(config.dim, H * D, config.bias)
+        self.wk = Linear(config.dim, K * D, config.bias)
+        self.wv = Linear(config.dim, K * D, config.bias)
+        self.wo = Linear(H * D, config.dim, config.bias)
+        self.q_norm, self.k_norm = (Norm(D), Norm(D)) if config.qk_norm else (nn.Identity(), nn.Identity())
+
+    def forward(self, x: Tensor, starts: Tensor | None, rope: tuple[Tensor, Tensor] | None, cache: Cache | None
+                ) -> Tensor:
+        B, T, _ = x.shape
+        c = self.config
+        q = self.q_norm(self.wq(x).view(B, T, c.n_heads, c.head_dim))
+        k = self.k_norm(self.wk(x).view(B, T, c.n_kv_heads, c.head_dim))
+        v = self.wv(x).view(B, T, c.n_kv_heads, c.head_dim)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        out = attention(q, k, v, window=self.window, starts=starts, backend=self.backend if cache is None else None)
+        assert isinstance(out, Tensor)
+        return self.wo(out.reshape(B, T, c.n_heads * c.head_dim))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.kind = config.mlp
+        self.up = Linear(config.dim, config.ffn_dim, config.bias)
+        if config.mlp == "swiglu":                                  # arXiv:2002.05202
+            self.gate = Linear(config.dim, config.ffn_dim, config.bias)
+        self.down = Linear(config.ffn_dim, config.dim, config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "swiglu":
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.kind == "relu2":                                    # arXiv:2109.08668
+            return self.down(F.relu(self.up(x)).square())
+        return self.down(F.gelu(self.up(x), approximate="tanh"))    # as GPT-2 has it
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, backend: str | None) -> None:
+        super().__init__()
+        self.attention_norm = Norm(config.dim, config.norm)
+        self.attention = Attention(config, layer, backend)
+        self.mlp_norm = Norm(config.dim, config.norm)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, starts: Tensor | None, rope: tuple[Tensor, Tensor] | None, cache: Cache | None
+                ) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), starts, rope, cache))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Transformer(nn.Module):
+    """A causal language model; config must be resolved, vocab_size included.
+
+    dtype: of the computation. backend: of attention in training; None lets each call choose.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, backend: str | None = None) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.position = nn.Embedding(config.seq_len, config.dim) if config.position == "learned" else None
+        self.blocks = nn.ModuleList(Block(config, layer, backend) for layer in range(config.n_layers))
+        self.norm = Norm(config.dim, config.norm)
+        self.head = None if config.tied else Linear(config.dim, config.vocab_size, bias=False)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Mean nats per token, a scalar; in training also the z-loss.
+
+        inputs, targets (B, T) int64, a negative target is not counted; starts (B, T) int32 as in ops.attention.
+        """
+        x = self.hidden(inputs, starts)
+        c = self.config
+        return linear_cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten(), softcap=c.softcap,
+                                    z_loss=c.z_loss if self.training else 0.0)
+
+    def hidden(self, inputs: Tensor, starts: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """(B, T, C) for the tokens (B, T), which follow those in the cache. Raises ValueError past the last learned
+        position or the cache's end.
+        """
+        c, T = self.config, inputs.shape[1]
+        first = 0 if cache is None else cache.length
+        if cache is not None and first + T > cache.capacity:
+            raise ValueError(f"{first + T} tokens do not fit into a cache of {cache.capacity}")
+        x = self.embedding(inputs)
+        rope = None
+        if self.position is not None:
+            if first + T > c.seq_len:
+                raise ValueError(f"{first + T} tokens: the model has learned {c.seq_len} positions")
+            x = x + self.position(torch.arange(first, first + T, device=inputs.device))
+        else:
+            rope = rope_tables(first, T, c.head_dim, c.rope_base, inputs.device, self.dtype)
+        x = self.dropout(x.to(self.dtype))
+        for block in self.blocks:
+            x = block(x, starts, rope, cache)
+        if cache is not None:
+            cache.length += T
+        return self.norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., V) in float32 or wider, from (..., C)."""
+        logits = F.linear(x, self.head_weight.to(x.dtype))
+        logits = logits.to(torch.promote_types(x.dtype, torch.float32))
+        softcap = self.config.softcap
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
+
+@torch.no_grad()
+def init_weights(model: Transformer, seed: int) -> None:
+    """Embeddings and head normal(0, 0.02); matrices normal(0, 1/sqrt(fan in)); gains 1, biases 0.
+
+    The two matrices of a block that write into the residual stream are divided by sqrt(2 n_layers), as in GPT-2.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        std = 1 / math.sqrt(parameter.shape[1])
+        if name.endswith(("wo.weight", "down.weight")):
+            std /= math.sqrt(2 * model.config.n_layers)
+        if name in ("embedding.weight", "position.weight", "head.weight"):
+            std = 0.02
+        # drawn on the CPU: one seed gives the same weights on every device
+        parameter.copy_(torch.empty(parameter.shape).normal_(0, std, generator=generator))

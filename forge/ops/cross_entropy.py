@@ -1,0 +1,105 @@
+"""Linear layer + cross-entropy in one op: the logits of a few thousand tokens at a time, never (B, T, V).
+
+The gradients are computed with the loss, while a chunk's logits are at hand, and scaled in the backward: three matrix
+products in all, where keeping nothing and computing the logits again would take four.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_LOGITS = 1 << 22      # logits held at once, 16 MiB in float32
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, softcap: float | None = None,
+                         z_loss: float = 0.0) -> Tensor:
+    """Mean nats per counted token, + z_loss * mean(logsumexp²); a scalar in float32 (float64 for float64).
+
+    x (N, C) any float dtype; weight (V, C), multiplied in x's dtype; targets (N,) int64, a negative one is not
+    counted. softcap: logits become softcap * tanh(logits / softcap). Softmax and sums run in float32 (float64), the
+    weight's gradient is summed in float32 (float64). All targets negative gives 0.
+    Raises ValueError for shapes that do not fit.
+    """
+    N, C = x.shape
+    V = weight.shape[0]
+    if weight.shape != (V, C) or targets.shape != (N,):
+        raise ValueError(f"x {(N, C)} needs weight (V, {C}) and targets ({N},), not {tuple(weight.shape)} and "
+                         f"{tuple(targets.shape)}")
+    with_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return fused(x, weight, targets, softcap, z_loss, with_grad)[0]
+
+
+def reference(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+    """The same written out over all logits, gradients by autograd."""
+    logits = (x @ weight.to(x.dtype).T).to(wide(x.dtype))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    lse = torch.logsumexp(logits, -1)
+    nats = lse - logits.gather(1, targets.clamp(min=0)[:, None])[:, 0] + z_loss * lse.square()
+    counted = targets >= 0
+    return torch.where(counted, nats, 0.0).sum() / counted.sum().clamp(min=1)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+@torch.library.custom_op("forge::linear_cross_entropy", mutates_args=())
+def fused(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, z_loss: float, with_grad: bool
+          ) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, dx, dweight), the gradients empty unless with_grad."""
+    N, C = x.shape
+    V = weight.shape[0]
+    w = weight.to(x.dtype)
+    counted = targets >= 0
+    count = counted.sum().clamp(min=1)
+    loss = x.new_zeros((), dtype=wide(x.dtype))
+    dx = x.new_empty((N, C) if with_grad else (0,))
+    dw = weight.new_zeros((V, C) if with_grad else (0,), dtype=wide(x.dtype))
+    size = max(1, CHUNK_LOGITS // V)
+    for start in range(0, N, size):
+        at = slice(start, start + size)
+        xs, here, target = x[at], counted[at], targets[at].clamp(min=0)[:, None]
+        logits = (xs @ w.T).to(loss.dtype)                                      # (n, V)
+        if softcap is not None:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
+        lse = torch.logsumexp(logits, -1, keepdim=True)
+        nats = lse - logits.gather(1, target) + z_loss * lse.square()
+        loss += torch.where(here, nats[:, 0], 0.0).sum() / count
+        if not with_grad:
+            continue
+        p = (logits - lse).exp_()
+        if z_loss:
+            p.mul_(1 + 2 * z_loss * lse)                                        # d lse² = 2 lse p
+        p.scatter_add_(1, target, torch.full_like(lse, -1.0))
+        if softcap is not None:
+            p.mul_(1 - logits.div_(softcap).square_())                          # tanh'
+        p.mul_((here.to(p.dtype) / count)[:, None])
+        dlogits = p.to(x.dtype)
+        dx[at] = dlogits @ w
+        dw += dlogits.T @ xs
+    return loss, dx, dw.to(weight.dtype)
+
+
+@fused.register_fake
+def _(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, z_loss: float, with_grad: bool
+      ) -> tuple[Tensor, Tensor, Tensor]:
+    return (x.new_empty((), dtype=wide(x.dtype)), x.new_empty(x.shape if with_grad else (0,)),
+            weight.new_empty(weight.shape if with_grad else (0,)))
+
+
+def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, dx, dw = output
+    ctx.save_for_backward(dx, dw)
+    ctx.mark_non_differentiable(dx, dw)
+
+
+def grads(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple:
+    dx, dw = ctx.saved_tensors
+    return dx * dloss.to(dx.dtype), dw * dloss.to(dw.dtype), None, None, None, None
+
+
+fused.register_autograd(grads, setup_context=setup_context)
