@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import tyro
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 Count = Annotated[int, Field(ge=0)]
@@ -30,6 +31,14 @@ class RequestError(ValueError):
 
 class Failure(RuntimeError):
     """The request was right and could not be fulfilled: a damaged checkpoint, a loss that is no number."""
+
+
+class Interrupted(Exception):
+    """A signal (its number) ended the work after what there was had been saved."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number
 
 
 @dataclass(frozen=True)
@@ -127,8 +136,9 @@ class DataConfig:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    text: tuple[str, ...] = ()
-    """files and folders of text, or one folder made by `forge data prepare`; none: the bundled corpus"""
+    text: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")] = ()
+    """files and folders of text (.txt .md .jsonl, each also .gz .bz2), or one folder made by `forge data prepare`;
+    none: the bundled Shakespeare"""
     valid: str | None = None
     """validation text; None: the last 10 % of the text by bytes, whole documents where there are 20 or more"""
     text_field: str = "text"
@@ -213,7 +223,10 @@ class Config:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     preset: str = "shakespeare"
+    """a named size; `forge --help` lists them"""
     seed: Count = 1
+    init: str | None = None
+    """a run whose best weights and tokenizer are taken over"""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

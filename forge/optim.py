@@ -20,7 +20,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     Source: Muon, kellerjordan.github.io/posts/muon; equal to torch.optim.Muon's, several matrices at a time.
     """
     a, b, c = COEFFICIENTS
-    x = matrices.bfloat16()
+    x = matrices
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from forge import tokenizer as tokenizers
-from forge.config import DataConfig, RequestError
+from forge.config import DataConfig, RequestError, load_json
 from forge.data import sources
 from forge.data.sources import Piece
 from forge.tokenizer import Tokenizer
@@ -210,3 +210,9 @@ def stretch(pieces: Iterator[Piece]) -> Iterator[Piece]:
 
 def count_of(n: int, noun: str) -> str:
     return f"{n:,} {noun}" + ("" if n == 1 else "s")
+
+
+def folder_of(run: Path) -> Path:
+    """The data folder of a run: its own, or the prepared one that its config names."""
+    own = run / "data"
+    return own if own.is_dir() else Path(load_json(run / "config.json").data.text[0])

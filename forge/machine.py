@@ -1,0 +1,90 @@
+"""What this machine offers a run: device, dtype, threads, compiler. Found once, kept in the run's config."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import time
+from importlib.metadata import version
+
+import psutil
+import torch
+
+from forge.config import Config, RequestError
+
+MICRO_BATCH_TOKENS = {"cpu": 16_384, "mps": 16_384, "cuda": 65_536}     # in one forward; more gains nothing
+
+
+def pick_device(name: str) -> torch.device:
+    """cuda, mps or cpu: the first that is there, or the one named. Raises RequestError when that is not there."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(device for device, found in there.items() if found))
+    if not there[name]:
+        found = ", ".join(device for device in there if there[device])
+        raise RequestError(f"--train.device {name}: torch {torch.__version__} finds no such device here (found: "
+                           f"{found}); name one of those, or leave it out")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """(dtype, why): bfloat16 on CUDA, float32 on MPS, and on a CPU whichever multiplies faster, measured here."""
+    if name != "auto":
+        return getattr(torch, name), "as asked"
+    if device.type == "cuda":
+        return torch.bfloat16, "its matrix units"
+    if device.type == "mps":
+        return torch.float32, "bfloat16 is no faster there"
+    ratio = matmul_seconds(torch.float32) / matmul_seconds(torch.bfloat16)
+    dtype = torch.bfloat16 if ratio > 1.2 else torch.float32
+    return dtype, f"a bfloat16 product runs at {ratio:.1f} times the speed of a float32 one here"
+
+
+def matmul_seconds(dtype: torch.dtype, n: int = 512, rounds: int = 7) -> float:
+    """The shortest of some products of (n, n) matrices on the CPU."""
+    a = torch.ones(n, n, dtype=dtype)
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def compiler() -> str | None:
+    """The C++ compiler that torch.compile would call; None: there is none, and training runs uncompiled."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["clang++"] if sys.platform == "darwin" else ["g++"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def micro_batch(config: Config, device: torch.device, dtype: torch.dtype) -> int:
+    """Sequences in one forward: the largest divisor of the batch whose activations take a quarter of the memory."""
+    m = config.model
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = psutil.virtual_memory().total
+    # kept for the backward, a token and layer: about 12 vectors of width dim and 4 of the MLP's width
+    token_bytes = m.n_layers * (12 * m.dim + 4 * m.ffn_dim) * dtype.itemsize
+    most = min(MICRO_BATCH_TOKENS[device.type], memory // 4 // token_bytes)
+    sequences = config.train.batch_tokens // m.seq_len
+    return max(d for d in range(1, sequences + 1) if sequences % d == 0 and (d == 1 or d * m.seq_len <= most))
+
+
+def environment(device: torch.device) -> dict[str, object]:
+    """What environment.json holds: versions, processor, memory, device."""
+    packages = {name: version(name) for name in ("torch", "numpy", "tokenizers", "safetensors", "forge-lm")}
+    return {"python": platform.python_version(), **packages, "platform": platform.platform(),
+            "processor": processor_name(), "cores": psutil.cpu_count(logical=False), "threads": torch.get_num_threads(),
+            "memory_bytes": psutil.virtual_memory().total, "device": device.type,
+            "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None, "argv": sys.argv}
+
+
+def processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

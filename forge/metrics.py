@@ -1,0 +1,87 @@
+"""One record a step: to metrics.jsonl, and to the progress bar (a terminal) or plain lines (elsewhere)."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+LINE_EVERY_S = 10.0     # between plain lines
+
+
+class Metrics:
+    """Writes the records of a run and shows them. Records after `step` are cut off: they belong to lost work."""
+
+    def __init__(self, path: Path, step: int, console: Console) -> None:
+        cut(path, step)
+        self.file = path.open("a", encoding="utf-8")
+        self.console = console
+        self.loss, self.val, self.last_line = 0.0, "", -LINE_EVERY_S
+        self.bar: Progress | None = None
+        if console.is_terminal:
+            self.bar = Progress(TextColumn("{task.fields[step]:>7}"), BarColumn(bar_width=24),
+                                TextColumn("{task.percentage:>3.0f} %  {task.fields[text]}"),
+                                console=console, transient=True, refresh_per_second=4)
+            self.task = self.bar.add_task("", total=1.0, step="step 0", text="the first step compiles ...")
+            self.bar.start()
+
+    def log(self, record: dict[str, Any], progress: float, left_s: float) -> None:
+        """Appends one step's record; progress is the spent part of the budget, left_s what the rest should take."""
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        self.loss = record["loss"] if not self.loss else 0.95 * self.loss + 0.05 * record["loss"]
+        if "val_bpb" in record:
+            self.val = f"  val {record['val_loss']:.4f} nats, {record['val_bpb']:.3f} bits/byte"
+        text = (f"loss {self.loss:.3f}{self.val}  {record['tokens_per_s']:,.0f} tokens/s  "
+                f"{duration(left_s)} left")
+        if self.bar:
+            self.bar.update(self.task, completed=progress, step=f"step {record['step']:,}", text=text)
+        elif "val_bpb" in record or time.monotonic() - self.last_line >= LINE_EVERY_S:
+            self.last_line = time.monotonic()
+            self.say(f"step {record['step']:,}  {100 * progress:.0f} %  {text}")
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def sync(self) -> None:
+        """Returns when all records are on the disk."""
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.stop()
+        self.file.close()
+
+
+def cut(path: Path, step: int) -> None:
+    """Leaves the records up to `step`; a line that was cut off while being written goes too."""
+    if not path.exists():
+        return
+    kept = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break
+            kept += len(line)
+    os.truncate(path, kept)
+
+
+def duration(seconds: float) -> str:
+    """'45 s', '3:05 min', '2:40 h', '3 d 4 h'."""
+    s = round(max(seconds, 0.0))
+    if s < 60:
+        return f"{s} s"
+    if s < 3600:
+        return f"{s // 60}:{s % 60:02d} min"
+    if s < 86_400:
+        return f"{s // 3600}:{s % 3600 // 60:02d} h"
+    return f"{s // 86_400} d {s % 86_400 // 3600} h"

@@ -1,0 +1,422 @@
+"""forge train: from a config to a trained run folder. `loop` holds the training step; the rest prepares for it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from forge import checkpoint, config, machine, optim
+from forge.config import Config, Failure, Interrupted, RequestError
+from forge.data import prepare
+from forge.data.loader import Tokens, needs_mask, train_batch, windows_per_epoch
+from forge.evaluate import score
+from forge.generate import generate, load_weights
+from forge.metrics import Metrics, duration
+from forge.model.transformer import Transformer, init_weights
+from forge.ops.attention import BACKENDS, Case, verdicts
+from forge.tokenizer import Tokenizer
+
+TOKENS_PER_PARAMETER = 20       # the default budget (Hoffmann et al. 2022, arXiv:2203.15556) ...
+MOST_EPOCHS = 10                # ... but not more rounds over the text than this
+EPOCHS_BEFORE_DROPOUT = 4       # up to here repeated text is almost as good as new (arXiv:2305.16264)
+# what may differ when a run is resumed: how long it goes on, and what happens beside the steps
+CHANGEABLE = {"train.steps", "train.tokens", "train.minutes", "train.eval_every", "train.sample_every",
+              "train.save_every", "train.keep"}
+
+Say = Callable[[str], None]
+
+
+def train(config: Config, *, run: str | Path | None = None) -> Path:
+    """Trains a new model and returns its run folder.
+
+    run: the folder to make, runs/PRESET-N when None. With config.init, the best weights and the tokenizer of that run
+    are taken over, with a fresh optimizer and schedule; config.model must then be that run's.
+    Raises RequestError for a config, text or folder that cannot be used, with nothing left behind; Failure when the
+    loss is no number; Interrupted after SIGINT or SIGTERM, when the run is saved.
+    """
+    console = Console()
+    run = Path(run) if run is not None else next_run(config.preset)
+    if run.exists():
+        raise RequestError(f"{run} exists; go on with it by: forge train --resume {run}, or name another by --run")
+    say(console, f"forge train: preset {config.preset}, run {run}")
+    partial = run.with_name(f".{run.name}.partial-{os.getpid()}")
+    made_parent = not run.parent.exists()
+    try:
+        config = new_run(config, partial, lambda text: say(console, text))
+        partial.rename(run)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if made_parent and not run.exists() and run.parent.exists():
+            run.parent.rmdir()
+    return loop(config, run, console)
+
+
+def resume(run: str | Path, config: Config | None = None) -> Path:
+    """Goes on with a run from its latest checkpoint, or from its beginning when it has none.
+
+    config: the run's own with changes; only the budget and the intervals may change. A finished run is left as it is.
+    Raises RequestError for a change that would make it another run, Failure for a damaged checkpoint.
+    """
+    run, console = Path(run), Console()
+    saved = load_config(run, "--resume")
+    config = config or saved
+    changes = differences(asdict(saved), asdict(config))
+    for key, (old, new) in changes.items():
+        if key not in CHANGEABLE:
+            raise RequestError(f"--{key.replace('_', '-')} {new}: this run has {old}, and with another it would be "
+                               f"another run. Leave it out, or begin a new run: forge train --init {run} ...")
+        say(console, f"changed: {key} {old} -> {new}")
+    return loop(config, run, console, save_config=bool(changes))
+
+
+def load_config(run: Path, flag: str) -> Config:
+    """The config of the run that a flag names."""
+    if not run.is_dir():
+        raise RequestError(f"{flag} {run}: no such run folder; `forge train` makes one and prints its name")
+    return config.load_json(run / "config.json")
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """{dotted key: (old, new)} where two configs differ."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key, value in old.items():
+        if isinstance(value, dict):
+            found |= differences(value, new[key], f"{prefix}{key}.")
+        elif value != new[key]:
+            found[prefix + key] = (value, new[key])
+    return found
+
+
+def new_run(c: Config, folder: Path, say: Say) -> Config:
+    """Makes the run folder: data, tokenizer, config.json, environment.json. Returns the config, wholly resolved."""
+    c = config.validate(c)
+    device = machine.pick_device(c.train.device)
+    if c.train.threads:
+        torch.set_num_threads(c.train.threads)
+    theirs = load_config(Path(c.init), "--init") if c.init else None
+    tokenizer = Tokenizer.load(Path(c.init) / "tokenizer.json") if c.init else None
+    folder.mkdir(parents=True)
+    if prepare.is_prepared(c.data.text):
+        made_with = Path(c.data.text[0]) / "tokenizer.json"
+        named = c.data.tokenizer not in (None, "chars", "bytes", "bpe")
+        tokenizer = tokenizer or Tokenizer.load(c.data.tokenizer if named and c.data.tokenizer else made_with)
+        c = replace(c, data=replace(c.data, text=(str(Path(c.data.text[0]).resolve()),)))
+        data = Path(c.data.text[0])
+    else:
+        data = folder / "data"
+        tokenizer = prepare.prepare(c.data, data, tokenizer, say)
+    tokenizer.save(folder / "tokenizer.json")
+    train_tokens, _ = (Tokens(data / part, tokenizer.hash) for part in ("train", "valid"))
+
+    vocab = c.model.vocab_size or tokenizer.vocab_size
+    if vocab < tokenizer.vocab_size:
+        raise RequestError(f"model.vocab_size={vocab} is smaller than the tokenizer's {tokenizer.vocab_size} tokens; "
+                           "leave --model.vocab-size out, or set it to as many")
+    if vocab > tokenizer.vocab_size:
+        say(f"model: {vocab:,} rows of vocabulary, of which the tokenizer uses {tokenizer.vocab_size:,}")
+    c = replace(c, model=replace(c.model, vocab_size=vocab).resolve())
+    if theirs:
+        for key, (old, new) in differences(asdict(theirs.model), asdict(c.model)).items():
+            if key not in ("dropout", "z_loss"):
+                raise RequestError(f"--model.{key.replace('_', '-')} {new}: the weights of {c.init} are of a model with "
+                                   f"{old}; leave it out, or begin without --init")
+        checkpoint.load(Path(str(c.init)), "best")      # whole, before anything is made
+        say(f"weights: the best of {c.init}")
+    c = machine_choices(c, device, needs_mask(train_tokens, c.model.seq_len), say)
+    c = budget(c, train_tokens, len(Tokens(data / "valid", tokenizer.hash)), say)
+    config.save_json(c, folder / "config.json")
+    (folder / "environment.json").write_text(json.dumps(machine.environment(device), indent=1) + "\n")
+    return c
+
+
+def machine_choices(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
+    """Device, dtype, compile, threads, attention backend and micro-batch, found once and said with the reason."""
+    m, t = c.model, c.train
+    dtype, why = machine.pick_dtype(t.dtype, device)
+    compiler = machine.compiler()
+    compiles = compiler is not None if t.compile is None else t.compile
+    if compiles and not compiler:
+        raise RequestError("--train.compile True: no C++ compiler is here (g++ or clang++, or the one that CXX names); "
+                           "install one, or leave it out and train uncompiled")
+    say(f"device: {device.type}, {torch.get_num_threads()} threads, {str(dtype)[6:]} ({why}), "
+        + ("compiled" if compiles else "not compiled" if t.compile is False else
+           "not compiled: no C++ compiler is here; with one (apt install g++) a step takes about two thirds"))
+    backends = set()
+    for window in {m.layer_window(layer) is not None for layer in range(m.n_layers)}:
+        case = Case(device.type, dtype, m.head_dim, m.n_heads != m.n_kv_heads, True, m.seq_len == 1, True, window, mask,
+                    False, False)
+        found = verdicts(case) if t.attention == "auto" else {t.attention: named_backend(t.attention, case)}
+        backends.add(list(found)[-1])
+        refused = "; ".join(f"{name}: {reason}" for name, reason in found.items() if reason)
+        say(f"attention: {list(found)[-1]}" + (" in the windowed layers" if window else "")
+            + (f" ({refused})" if refused else ""))
+    attention = "blocked" if len(backends) > 1 else backends.pop()
+    t = replace(t, device=device.type, dtype=str(dtype)[6:], compile=compiles, threads=torch.get_num_threads(),
+                attention=attention)
+    c = replace(c, train=t)
+    rows = t.micro_batch or machine.micro_batch(c, device, dtype)
+    sequences = t.batch_tokens // m.seq_len
+    say(f"model: {m.n_layers} layers of width {m.dim}, {m.n_heads} heads of {m.head_dim}, {m.parameters:,} parameters, "
+        f"{m.flops_per_token() / 1e6:,.0f} MFLOP a token")
+    say(f"batch: {t.batch_tokens:,} tokens a step = {sequences} windows of {m.seq_len}"
+        + (f", {rows} at a time" if rows != sequences else ""))
+    return replace(c, train=replace(t, micro_batch=rows))
+
+
+def named_backend(name: str, case: Case) -> None:
+    if name not in BACKENDS:
+        raise RequestError(f"--train.attention {name}: {config.nearest(name, list(BACKENDS))}")
+    if reason := BACKENDS[name].supports(case):
+        raise RequestError(f"--train.attention {name}: {reason}; leave it out, or name another of "
+                           f"{', '.join(BACKENDS)}")
+
+
+def budget(c: Config, tokens: Tokens, valid_tokens: int, say: Say) -> Config:
+    """The budget and the intervals, derived where they are not given, and what they mean for this text."""
+    t, m = c.train, c.model
+    if len(tokens) <= m.seq_len:
+        say(f"data: {len(tokens)} tokens are less than one window of {m.seq_len}: each window holds copies of the text, "
+            "which do not see each other")
+    if not (t.steps or t.tokens or t.minutes):
+        most = MOST_EPOCHS * len(tokens)
+        t = replace(t, tokens=max(t.batch_tokens, min(TOKENS_PER_PARAMETER * m.parameters, most)))
+        how = (f"{MOST_EPOCHS} rounds over the text" if t.tokens == most
+               else f"{TOKENS_PER_PARAMETER} a parameter, at least one step")
+        say(f"budget: {t.tokens:,} tokens ({how}); --train.minutes, --train.steps or --train.tokens set another")
+    every = max(1, round(10 * valid_tokens / t.batch_tokens))       # a forward costs about half a step's token, or less
+    t = replace(t, eval_every=every if t.eval_every is None else t.eval_every)
+    t = replace(t, sample_every=4 * (t.eval_every or 0) if t.sample_every is None else t.sample_every,
+                save_every=t.eval_every if t.save_every is None else t.save_every)
+    planned = min([n for n in (t.tokens, t.steps and t.steps * t.batch_tokens) if n], default=0)
+    limits = [f"{t.steps:,} steps" if t.steps else "", f"{t.tokens:,} tokens" if t.tokens else "",
+              f"{t.minutes:g} minutes" if t.minutes else ""]
+    epochs = f", {planned / len(tokens):.1f} rounds over the text" if planned else ""
+    say(f"budget: {' or '.join(filter(None, limits))}{epochs}; every {t.eval_every} steps an evaluation")
+    say_dropout(planned, len(tokens), m.dropout, say)
+    return replace(c, train=t)
+
+
+def say_dropout(planned: float, text_tokens: int, dropout: float, say: Say) -> None:
+    if planned > EPOCHS_BEFORE_DROPOUT * text_tokens and not dropout:
+        say(f"note: {planned / text_tokens:.1f} rounds over the text invite learning it by heart; if the validation "
+            "loss turns up, try --model.dropout 0.1")
+
+
+def build(c: Config) -> Transformer:
+    """The model on the CPU, its weights not yet set."""
+    with torch.device("meta"):
+        model = Transformer(c.model, getattr(torch, c.train.dtype), c.train.attention)
+    return model.to_empty(device="cpu")
+
+
+class Stop:
+    """What the first SIGINT or SIGTERM sets; the second ends the process at once."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self) -> bool:
+        return self.number != 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        def note(number: int, _: object) -> None:
+            self.number = number
+            signal.signal(number, signal.SIG_DFL)
+
+        try:
+            before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:      # not in the main thread: signals are the caller's
+            before = {}
+        try:
+            yield
+        finally:
+            for n, handler in before.items():
+                signal.signal(n, handler)
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Equal to the bit, run after run. It must hold before the model is compiled: without it a compiled embedding
+    backward adds in any order."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # read when cuBLAS is first used
+    before, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(on)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+class Progress(NamedTuple):
+    """How far a run is, kept in a checkpoint's state.json."""
+
+    step: int = 0
+    elapsed_s: float = 0.0          # since the first step began, over all resumes
+    best_loss: float = math.inf
+    best_step: int = 0
+
+    def of(self, c: Config) -> float:
+        """The spent part of the budget: the largest of the parts of steps, tokens and minutes."""
+        t = c.train
+        parts = (self.step / t.steps if t.steps else 0.0, self.step * t.batch_tokens / t.tokens if t.tokens else 0.0,
+                 self.elapsed_s / 60 / t.minutes if t.minutes else 0.0)
+        return max(parts)
+
+
+def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -> Path:
+    """Trains the run to the end of its budget, from its latest checkpoint if it has one."""
+    t, m, device = c.train, c.model, machine.pick_device(c.train.device)
+    torch.set_num_threads(t.threads)
+    torch.set_flush_denormal(True)      # before other threads exist: they inherit it
+    stop = Stop()
+    with deterministic(t.deterministic), stop.listening():
+        tokenizer = Tokenizer.load(run / "tokenizer.json")
+        data = prepare.folder_of(run)
+        tokens, valid = (Tokens(data / part, tokenizer.hash) for part in ("train", "valid"))
+        mask = needs_mask(tokens, m.seq_len)
+
+        model = build(c)
+        at = Progress()
+        saved = checkpoint.load(run, "latest") if checkpoint.steps(run) else None
+        if saved:
+            load_weights(model, saved)
+            at = Progress(**saved.state)
+        elif c.init:
+            load_weights(model, checkpoint.load(Path(c.init), "best"))
+        else:
+            init_weights(model, c.seed)
+        if at.of(c) >= 1:
+            say(console, f"{run} is finished: step {at.step:,}. To go on, give it a larger budget, for instance "
+                f"--train.steps {2 * at.step}; to see it write: forge sample {run}")
+            return run
+        if save_config:
+            config.save_json(c, run / "config.json")
+        if saved:
+            say(console, f"resumed {run} at step {at.step:,}")
+        model.to(device)
+        optimizers = optim.optimizers(model, c.optim)
+        if saved:
+            optim.load_state_tensors(model, optimizers, saved.optimizer)
+        step_model = torch.compile(model, dynamic=False) if t.compile else model
+
+        sequences = t.batch_tokens // m.seq_len
+        accumulation = sequences // t.micro_batch
+        metrics = Metrics(run / "metrics.jsonl", at.step, console)
+        began, elapsed_before = time.monotonic(), at.elapsed_s
+        progress = at.of(c)
+        model.train()
+        try:
+            while progress < 1 and not stop():
+                step_began = time.monotonic()
+                if m.dropout:
+                    torch.manual_seed((c.seed << 32) + at.step & (1 << 63) - 1)     # so no state need be kept
+                loss = torch.zeros((), device=device)
+                for micro in range(accumulation):                   # equals one large batch: all hold as many tokens
+                    first = at.step * sequences + micro * t.micro_batch
+                    batch = train_batch(tokens, m.seq_len, c.seed, first, t.micro_batch, mask)
+                    inputs, targets, starts = (None if x is None else x.to(device) for x in batch)   # (B, T) each
+                    part = step_model(inputs, targets, starts) / accumulation       # mean nats per token
+                    part.backward()
+                    loss += part.detach()
+                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.optim.clip or math.inf)
+                factor = optim.lr_factor(at.step, progress, c.optim)
+                optim.set_lr(optimizers, factor)
+                check(loss, grad_norm, at.step, run)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+                now = time.monotonic()
+                step_s = now - step_began
+                at = at._replace(step=at.step + 1, elapsed_s=elapsed_before + now - began)
+                progress = at.of(c)
+                record = {"step": at.step, "tokens": at.step * t.batch_tokens, "loss": float(loss),
+                          "lr": optimizers[-1].param_groups[0]["lr"], "grad_norm": float(grad_norm),
+                          "tokens_per_s": t.batch_tokens / step_s, "step_ms": 1000 * step_s}
+                if due(at.step, t.eval_every) or progress >= 1:
+                    result = score(model, valid, stop)
+                    if result:
+                        record |= {"val_loss": result.loss, "val_bpb": result.bpb}
+                best = record.get("val_loss", math.inf) < at.best_loss
+                if best:
+                    at = at._replace(best_loss=record["val_loss"], best_step=at.step)
+                if due(at.step, t.sample_every) and not stop():
+                    record["sample"] = write(model, tokenizer, c.seed)
+                    metrics.say(f"--- step {at.step:,} writes:\n{record['sample']}\n---")
+                metrics.log(record, progress, (1 / max(progress, 1e-9) - 1) * at.elapsed_s)
+                if due(at.step, t.save_every) or best or progress >= 1 or stop():
+                    metrics.sync()
+                    checkpoint.save(run, at.step, model.state_dict(), optim.state_tensors(model, optimizers),
+                                    at._asdict(), t.keep, best)
+                if at.step == 30 and t.minutes and not (t.steps or t.tokens):
+                    say_dropout(t.batch_tokens / step_s * 60 * t.minutes, len(tokens), m.dropout, metrics.say)
+        finally:
+            metrics.close()
+        if progress < 1:
+            raise Interrupted(f"stopped and saved; go on with: forge train --resume {run}", stop.number)
+        report(run, c, at, tokens, model, tokenizer, console)
+    return run
+
+
+def due(step: int, every: int | None) -> bool:
+    return bool(every) and step % (every or 1) == 0
+
+
+def check(loss: Tensor, grad_norm: Tensor, step: int, run: Path) -> None:
+    """Raises Failure, before the weights are touched, when the loss or the gradient is no number."""
+    if not (math.isfinite(float(loss)) and math.isfinite(float(grad_norm))):
+        raise Failure(f"the loss of step {step + 1} is {float(loss)} and its gradient norm {float(grad_norm)}: training "
+                      f"has run away. The checkpoints in {run} are as they were; begin again with a lower rate "
+                      "(--optim.lr, --optim.muon-lr)")
+
+
+def write(model: Transformer, tokenizer: Tokenizer, seed: int, n: int = 120) -> str:
+    """A short text of the model as it is."""
+    model.eval()
+    text = tokenizer.decode(generate(model, [tokenizer.eot], n, temperature=0.8, seed=seed, eot=tokenizer.eot))
+    model.train()
+    return text
+
+
+def report(run: Path, c: Config, at: Progress, tokens: Tokens, model: Transformer, tokenizer: Tokenizer,
+           console: Console) -> None:
+    """The last words of a run: what was reached, two samples, what to type next."""
+    rounds = at.step * c.train.batch_tokens / c.model.seq_len / windows_per_epoch(tokens, c.model.seq_len)
+    say(console, f"\ndone: {at.step:,} steps, {at.step * c.train.batch_tokens:,} tokens ({rounds:.1f} rounds over the "
+        f"text) in {duration(at.elapsed_s)}; best validation loss {at.best_loss:.4f} nats per token at step "
+        f"{at.best_step:,}")
+    for seed in (1, 2):
+        say(console, f"\n--- sample {seed}\n{write(model, tokenizer, seed, 300)}")
+    say(console, f"---\n\nThe run lies in {run}. Next:\n"
+        f"  forge sample {run} --prompt \"...\"          it writes on\n"
+        f"  forge eval {run}                          loss and bits per byte of its best checkpoint\n"
+        f"  forge train --resume {run} --train.steps {2 * at.step}   goes on\n"
+        f"  forge train MY_TEXT.txt                   trains on your own text")
+
+
+def next_run(preset: str) -> Path:
+    """runs/PRESET-N, N counted on from the runs that are there."""
+    n = 1
+    while (path := Path("runs") / f"{preset}-{n}").exists():
+        n += 1
+    return path
+
+
+def say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
