@@ -59,7 +59,7 @@ def prepare(config: DataConfig, out: Path, tokenizer: Tokenizer | None = None,
 
     train_bytes = total if config.valid else sum(document_bytes[:cut[0]]) + cut[1]
     how = f"from {config.valid}" if config.valid else (
-        "its last whole documents" if len(document_bytes) >= WHOLE_DOCUMENTS else "its last tenth")
+        "the last tenth" if cut[1] else f"the last {count_of(len(document_bytes) - cut[0], 'document')}")
     say(f"data: {count_of(len(document_bytes), 'document')}, {train_bytes:,} bytes to train on; validation: "
         f"{sum(valid_bytes) if config.valid else total - train_bytes:,} bytes, {how}")
     if tokenizer is None:
@@ -96,14 +96,20 @@ def measure(found: list[sources.Source], config: DataConfig, skipped: Counter[st
 
 
 def split(document_bytes: list[int]) -> tuple[int, int]:
-    """Where validation begins: (document, byte within it). The last tenth by bytes, in whole documents if many."""
+    """Where validation begins: (document, byte within it). The last tenth by bytes; with many documents, the boundary
+    between two that is nearest to it, unless one document is so large that half the text would go.
+    """
     total = sum(document_bytes)
     start = total * (VALID_PART - 1) // VALID_PART
     ends = list(itertools.accumulate(document_bytes))
     document = next(i for i, end in enumerate(ends) if end > start)
+    begin = ends[document] - document_bytes[document]
     if len(document_bytes) >= WHOLE_DOCUMENTS:
-        return max(document, 1), 0
-    return document, start - (ends[document] - document_bytes[document])
+        if ends[document] - start < start - begin and document + 1 < len(document_bytes):
+            return document + 1, 0
+        if begin * 2 > total:
+            return document, 0
+    return document, start - begin
 
 
 def divide(pieces: Iterator[Piece], cut: tuple[int, int]) -> Iterator[tuple[str, Piece]]:

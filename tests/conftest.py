@@ -1,0 +1,55 @@
+"""Shared by the tests: a folder of one's own, a small text, and the command line called as a user would."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from forge import cli
+
+WORDS = "the forge is hot and the iron is red so we strike while it glows and cool it in the well at night".split()
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test runs in an empty folder, and leaves the user's cache alone."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def forge(capfd: pytest.CaptureFixture) -> Callable[..., Outcome]:
+    """forge("train", "x.txt", "--seed", 2) -> what the command would exit with and print."""
+
+    def call(*argv: object) -> Outcome:
+        capfd.readouterr()
+        try:
+            code = cli.main([str(word) for word in argv])
+        except SystemExit as error:
+            code = int(error.code or 0)
+        return Outcome(code, *capfd.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    """About 20 kB of words in random order."""
+    random_ = random.Random(0)
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(" ".join(random_.choices(WORDS, k=8)) + "." for _ in range(500)) + "\n")
+    return path
+
+
+TINY = ("--model.dim", 16, "--model.n-heads", 2, "--model.n-layers", 2, "--model.seq-len", 32, "--train.batch-tokens",
+        256, "--train.compile", False, "--train.sample-every", 0, "--train.dtype", "float32")
