@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forge.config import Config as Config
-    from forge.evaluate import evaluate as evaluate
+    from forge.evaluation import evaluate as evaluate
     from forge.generate import load_model as load_model
     from forge.generate import sample as sample
     from forge.ops.attention import attention as attention
-    from forge.train import train as train
+    from forge.training import train as train
 
 __version__ = "0.1.0"
 
-HOMES = {"Config": "forge.config", "attention": "forge.ops.attention", "evaluate": "forge.evaluate",
-         "load_model": "forge.generate", "sample": "forge.generate", "train": "forge.train"}
+HOMES = {"Config": "forge.config", "attention": "forge.ops.attention", "evaluate": "forge.evaluation",
+         "load_model": "forge.generate", "sample": "forge.generate", "train": "forge.training"}
 __all__ = [*HOMES]
 
 
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module 'forge' has no attribute {name!r}; it has: {', '.join(HOMES)}")
-    # importing forge.train binds the module to this name here; the function takes its place
     globals()[name] = value = getattr(import_module(HOMES[name]), name)
     return value

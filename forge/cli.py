@@ -154,7 +154,7 @@ def train(argv: list[str]) -> None:
         if file:
             base = load_toml(base, file)
     command = parse(TrainCommand, argv, "forge train", TrainCommand(settings=base))
-    from forge.train import resume, train
+    from forge.training import resume, train
 
     if resumed:
         resume(resumed, command.settings)
@@ -187,7 +187,7 @@ def sample(argv: list[str]) -> None:
 
 def evaluate(argv: list[str]) -> None:
     c = parse(EvalCommand, argv, "forge eval")
-    from forge.evaluate import evaluate
+    from forge.evaluation import evaluate
 
     result = evaluate(c.run, c.text, checkpoint=c.checkpoint, device=c.device, text_field=c.text_field)
     print(f"{result.loss:.4f} nats per token, {result.bpb:.4f} bits per byte, over {result.tokens:,} tokens of "

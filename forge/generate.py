@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forge import checkpoint as checkpoints
 from forge.config import Failure, RequestError, load_json
-from forge.machine import pick_device
+from forge.machine import pick_device, settle_cpu
 from forge.model.transformer import Cache, Transformer
 from forge.tokenizer import Tokenizer
 
@@ -25,19 +25,24 @@ def load_model(run: str | Path, *, checkpoint: str = "best", device: str = "auto
     run = Path(run)
     if not run.is_dir():
         raise RequestError(f"{run}: no such run folder; `forge train` makes one and prints its name")
+    settle_cpu()
     config = load_json(run / "config.json")
     found = checkpoints.load(run, checkpoint)
     tokenizer = Tokenizer.load(run / "tokenizer.json")
     with torch.device("meta"):
         model = Transformer(config.model, dtype or getattr(torch, config.train.dtype))
+    model.to_empty(device=pick_device(device))
     load_weights(model, found)
-    return model.to(pick_device(device)).eval(), tokenizer
+    return model.eval(), tokenizer
 
 
 def load_weights(model: Transformer, found: checkpoints.Checkpoint) -> None:
-    """Gives the model a checkpoint's weights. Raises Failure when they are not of its shape."""
+    """Copies a checkpoint's weights into the model. Raises Failure when they are not of its shape.
+
+    Copied, not taken over: a file's tensors begin anywhere, and on a CPU a product's last bit depends on alignment.
+    """
     try:
-        model.load_state_dict(found.weights, assign=True)
+        model.load_state_dict(found.weights)
     except RuntimeError as error:
         raise Failure(f"{found.path} does not hold this model's weights: {error}") from error
 

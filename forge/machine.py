@@ -32,6 +32,21 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def settle_cpu(threads: int = 0) -> None:
+    """Sets what a CPU must have before the first large operation, for results that are equal to the bit.
+
+    Denormals are flushed: peaked logits otherwise cost ten times the time, and threads inherit the setting from the
+    one that makes them. Then each function that MKL's vector library computes is called once on one number: its first
+    call chooses the kernel, and when threads make it together one may take a less accurate one (pytorch#188792).
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
+    for dtype in (torch.float32, torch.float64):
+        for function in (torch.exp, torch.log, torch.sqrt, torch.sin, torch.cos, torch.tanh, torch.erf, torch.log1p):
+            function(torch.ones(1, dtype=dtype))
+
+
 def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     """(dtype, why): bfloat16 on CUDA, float32 on MPS, and on a CPU whichever multiplies faster, measured here."""
     if name != "auto":

@@ -183,7 +183,7 @@ def test_targets_follow_inputs_and_starts_part_documents(tmp_path: Path) -> None
 def test_validation_counts_every_token_once(seq_len: int, tmp_path: Path) -> None:
     out, tokenizer = made(tmp_path, ["some words to validate on"] * 30, tokenizer="bytes")
     tokens = Tokens(out / "valid", tokenizer.hash)
-    batches = list(valid_batches(tokens, seq_len, 4, True))
+    batches = list(valid_batches(tokens, seq_len, 4))
     targets = np.concatenate([b.targets.numpy() for b in batches])
     assert targets[targets >= 0].tolist() == tokens.read(0, len(tokens)).tolist()
     assert batches[0].inputs[0, 0] == tokenizer.eot

@@ -86,11 +86,11 @@ def train_batch(tokens: Tokens, seq_len: int, seed: int, first: int, count: int,
 
 
 def needs_mask(tokens: Tokens, seq_len: int) -> bool:
-    """Whether windows hold parts of several documents, or, when the text is shorter, copies of the one."""
+    """Whether training windows hold parts of several documents, or, when the text is shorter, copies of the one."""
     return tokens.documents > 1 or len(tokens) <= seq_len
 
 
-def valid_batches(tokens: Tokens, seq_len: int, count: int, mask: bool) -> Iterator[Batch]:
+def valid_batches(tokens: Tokens, seq_len: int, count: int) -> Iterator[Batch]:
     """The whole part once, windows side by side, each token counted once; an end-of-text goes before the first."""
     n = -(-len(tokens) // seq_len)
     for first in range(0, n, count):
@@ -99,7 +99,7 @@ def valid_batches(tokens: Tokens, seq_len: int, count: int, mask: bool) -> Itera
             here = min(seq_len, len(tokens) - window * seq_len)
             # the ring's last token is an end-of-text: it stands before the first, as before every document
             rows[row, :here + 1] = tokens.read(window * seq_len - 1, here + 1)
-        yield batch_of(rows, tokens.eot, mask)
+        yield batch_of(rows, tokens.eot, tokens.documents > 1)
 
 
 def batch_of(rows: np.ndarray, eot: int, mask: bool) -> Batch:

@@ -90,7 +90,7 @@ class Attention(nn.Module):
             q, k = rotate(q, *rope), rotate(k, *rope)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        out = attention(q, k, v, window=self.window, starts=starts, backend=self.backend if cache is None else None)
+        out = attention(q, k, v, window=self.window, starts=starts, backend=self.backend if self.training else None)
         assert isinstance(out, Tensor)
         return self.wo(out.reshape(B, T, c.n_heads * c.head_dim))
 

@@ -22,7 +22,7 @@ from forge import checkpoint, config, machine, optim
 from forge.config import Config, Failure, Interrupted, RequestError
 from forge.data import prepare
 from forge.data.loader import Tokens, needs_mask, train_batch, windows_per_epoch
-from forge.evaluate import score
+from forge.evaluation import score
 from forge.generate import generate, load_weights
 from forge.metrics import Metrics, duration
 from forge.model.transformer import Transformer, init_weights
@@ -104,8 +104,7 @@ def new_run(c: Config, folder: Path, say: Say) -> Config:
     """Makes the run folder: data, tokenizer, config.json, environment.json. Returns the config, wholly resolved."""
     c = config.validate(c)
     device = machine.pick_device(c.train.device)
-    if c.train.threads:
-        torch.set_num_threads(c.train.threads)
+    machine.settle_cpu(c.train.threads)
     theirs = load_config(Path(c.init), "--init") if c.init else None
     tokenizer = Tokenizer.load(Path(c.init) / "tokenizer.json") if c.init else None
     folder.mkdir(parents=True)
@@ -282,8 +281,7 @@ class Progress(NamedTuple):
 def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -> Path:
     """Trains the run to the end of its budget, from its latest checkpoint if it has one."""
     t, m, device = c.train, c.model, machine.pick_device(c.train.device)
-    torch.set_num_threads(t.threads)
-    torch.set_flush_denormal(True)      # before other threads exist: they inherit it
+    machine.settle_cpu(t.threads)
     stop = Stop()
     with deterministic(t.deterministic), stop.listening():
         tokenizer = Tokenizer.load(run / "tokenizer.json")

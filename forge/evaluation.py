@@ -13,7 +13,7 @@ import torch
 
 from forge.config import DataConfig
 from forge.data import prepare, sources
-from forge.data.loader import Tokens, needs_mask, valid_batches
+from forge.data.loader import Tokens, valid_batches
 from forge.generate import load_model
 from forge.model.transformer import Transformer
 
@@ -34,7 +34,7 @@ def score(model: Transformer, tokens: Tokens, stop: Callable[[], bool] = lambda:
     nats, counted = 0.0, 0
     was_training = model.training
     model.eval()
-    for batch in valid_batches(tokens, seq_len, max(1, EVAL_TOKENS // seq_len), needs_mask(tokens, seq_len)):
+    for batch in valid_batches(tokens, seq_len, max(1, EVAL_TOKENS // seq_len)):
         if stop():
             model.train(was_training)
             return None
