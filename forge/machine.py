@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
+import forge
 from forge.config import Config, RequestError
 
 MICRO_BATCH_TOKENS = {"cpu": 16_384, "mps": 16_384, "cuda": 65_536}     # in one forward; more gains nothing
@@ -117,8 +118,8 @@ def micro_batch(config: Config, device: torch.device, dtype: torch.dtype) -> int
 
 def environment(device: torch.device) -> dict[str, object]:
     """What environment.json holds: versions, processor, memory, device."""
-    packages = {name: version(name) for name in ("torch", "numpy", "tokenizers", "safetensors", "forge-lm")}
-    return {"python": platform.python_version(), **packages, "platform": platform.platform(),
+    packages = {name: version(name) for name in ("torch", "numpy", "tokenizers", "safetensors")}
+    return {"forge": forge.__version__, "python": platform.python_version(), **packages, "platform": platform.platform(),
             "processor": processor_name(), "cores": psutil.cpu_count(logical=False), "threads": torch.get_num_threads(),
             "memory_bytes": psutil.virtual_memory().total, "device": device.type,
             "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None, "argv": sys.argv}

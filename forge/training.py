@@ -267,7 +267,7 @@ class Progress(NamedTuple):
 
     step: int = 0
     elapsed_s: float = 0.0          # since the first step began, over all resumes
-    best_loss: float = math.inf
+    best_loss: float | None = None
     best_step: int = 0
 
     def of(self, c: Config) -> float:
@@ -351,7 +351,7 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                     result = score(model, valid, stop)
                     if result:
                         record |= {"val_loss": result.loss, "val_bpb": result.bpb}
-                best = record.get("val_loss", math.inf) < at.best_loss
+                best = "val_loss" in record and (at.best_loss is None or record["val_loss"] < at.best_loss)
                 if best:
                     at = at._replace(best_loss=record["val_loss"], best_step=at.step)
                 if due(at.step, t.sample_every) and not stop():
