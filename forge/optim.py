@@ -15,9 +15,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)    # of the Newton-Schulz quintic, as i
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """The nearest (semi-)orthogonal matrix, roughly, of each of (n, rows, columns); bfloat16.
+    """The nearest (semi-)orthogonal matrix, roughly, of each of (n, rows, columns), in their dtype.
 
-    Source: Muon, kellerjordan.github.io/posts/muon; equal to torch.optim.Muon's, several matrices at a time.
+    Source: Muon, kellerjordan.github.io/posts/muon. Equal to torch.optim.Muon's but for the dtype, which is bfloat16
+    there; several matrices at a time.
     """
     a, b, c = COEFFICIENTS
     x = matrices
@@ -44,13 +45,13 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            shapes: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            shapes: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
                     shapes[p.shape].append(p)
             for shape, params in shapes.items():
                 moments = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
-                grads = [p.grad for p in params]
+                grads = [p.grad for p in params if p.grad is not None]
                 torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
                 updates = orthogonalize(torch.stack(torch._foreach_lerp(grads, moments, group["momentum"])))
                 lr = group["lr"] * shape_factor(shape, group["adjust_lr_fn"])

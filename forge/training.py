@@ -27,7 +27,7 @@ from forge.generate import generate, load_weights
 from forge.metrics import Metrics, duration
 from forge.model.transformer import Transformer, init_weights
 from forge.ops.attention import BACKENDS, Case, verdicts
-from forge.tokenizer import Tokenizer
+from forge.tokenizer import KINDS, Tokenizer
 
 TOKENS_PER_PARAMETER = 20       # the default budget (Hoffmann et al. 2022, arXiv:2203.15556) ...
 MOST_EPOCHS = 10                # ... but not more rounds over the text than this
@@ -109,11 +109,9 @@ def new_run(c: Config, folder: Path, say: Say) -> Config:
     tokenizer = Tokenizer.load(Path(c.init) / "tokenizer.json") if c.init else None
     folder.mkdir(parents=True)
     if prepare.is_prepared(c.data.text):
-        made_with = Path(c.data.text[0]) / "tokenizer.json"
-        named = c.data.tokenizer not in (None, "chars", "bytes", "bpe")
-        tokenizer = tokenizer or Tokenizer.load(c.data.tokenizer if named and c.data.tokenizer else made_with)
-        c = replace(c, data=replace(c.data, text=(str(Path(c.data.text[0]).resolve()),)))
-        data = Path(c.data.text[0])
+        data = Path(c.data.text[0]).resolve()
+        tokenizer = tokenizer or prepared_tokenizer(c, data)
+        c = replace(c, data=replace(c.data, text=(str(data),)))
     else:
         data = folder / "data"
         tokenizer = prepare.prepare(c.data, data, tokenizer, say)
@@ -141,6 +139,16 @@ def new_run(c: Config, folder: Path, say: Say) -> Config:
     return c
 
 
+def prepared_tokenizer(c: Config, data: Path) -> Tokenizer:
+    """The tokenizer of a prepared folder, or the file that the config names, which must be the same."""
+    made = Tokenizer.load(data / "tokenizer.json")
+    asked = c.data.tokenizer
+    if c.data.valid or c.data.bpe_vocab or (asked in KINDS and asked != made.kind):
+        raise RequestError(f"{data} is prepared: its validation part and its tokenizer ({made.kind}, {made.vocab_size:,} "
+                           "tokens) stand; leave --data.valid, --data.tokenizer and --data.bpe-vocab out, or prepare anew")
+    return made if asked is None or asked in KINDS else Tokenizer.load(asked)
+
+
 def machine_choices(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
     """Device, dtype, compile, threads, attention backend and micro-batch, found once and said with the reason."""
     m, t = c.model, c.train
@@ -153,29 +161,29 @@ def machine_choices(c: Config, device: torch.device, mask: bool, say: Say) -> Co
     say(f"device: {device.type}, {torch.get_num_threads()} threads, {str(dtype)[6:]} ({why}), "
         + ("compiled" if compiles else "not compiled" if t.compile is False else
            "not compiled: no C++ compiler is here; with one (apt install g++) a step takes about two thirds"))
-    backends = set()
-    for window in {m.layer_window(layer) is not None for layer in range(m.n_layers)}:
-        case = Case(device.type, dtype, m.head_dim, m.n_heads != m.n_kv_heads, True, m.seq_len == 1, True, window, mask,
-                    False, False)
-        found = verdicts(case) if t.attention == "auto" else {t.attention: named_backend(t.attention, case)}
-        backends.add(list(found)[-1])
-        refused = "; ".join(f"{name}: {reason}" for name, reason in found.items() if reason)
-        say(f"attention: {list(found)[-1]}" + (" in the windowed layers" if window else "")
-            + (f" ({refused})" if refused else ""))
-    attention = "blocked" if len(backends) > 1 else backends.pop()
-    t = replace(t, device=device.type, dtype=str(dtype)[6:], compile=compiles, threads=torch.get_num_threads(),
-                attention=attention)
-    c = replace(c, train=t)
+    windowed = any(m.layer_window(layer) for layer in range(m.n_layers))
+    case = Case(device.type, dtype, m.head_dim, m.n_heads != m.n_kv_heads, square=True, single=m.seq_len == 1, causal=True,
+                window=windowed, starts=mask, softcap=False, lse=False)
+    if t.attention != "auto":
+        require_backend(t.attention, case)
+    found = verdicts(case) if t.attention == "auto" else {t.attention: None}
+    attention = list(found)[-1]
+    refused = "; ".join(f"{name}: {reason}" for name, reason in found.items() if reason)
+    say(f"attention: {attention}" + (f" ({refused})" if refused else ""))
+    measured: dict[str, Any] = {"device": device.type, "dtype": str(dtype)[6:], "compile": compiles,
+                                "threads": torch.get_num_threads(), "attention": attention}
+    c = replace(c, train=replace(t, **measured))
     rows = t.micro_batch or machine.micro_batch(c, device, dtype)
     sequences = t.batch_tokens // m.seq_len
     say(f"model: {m.n_layers} layers of width {m.dim}, {m.n_heads} heads of {m.head_dim}, {m.parameters:,} parameters, "
         f"{m.flops_per_token() / 1e6:,.0f} MFLOP a token")
     say(f"batch: {t.batch_tokens:,} tokens a step = {sequences} windows of {m.seq_len}"
         + (f", {rows} at a time" if rows != sequences else ""))
-    return replace(c, train=replace(t, micro_batch=rows))
+    return replace(c, train=replace(c.train, micro_batch=rows))
 
 
-def named_backend(name: str, case: Case) -> None:
+def require_backend(name: str, case: Case) -> None:
+    """Raises RequestError unless there is such a backend and it can do this."""
     if name not in BACKENDS:
         raise RequestError(f"--train.attention {name}: {config.nearest(name, list(BACKENDS))}")
     if reason := BACKENDS[name].supports(case):
@@ -252,14 +260,15 @@ def deterministic(on: bool) -> Iterator[None]:
     """Equal to the bit, run after run. It must hold before the model is compiled: without it a compiled embedding
     backward adds in any order."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # read when cuBLAS is first used
-    before, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic      # a module with a property, which its type does not know
+    before, fill = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
 
 
 class Progress(NamedTuple):

@@ -214,7 +214,7 @@ def test_data_of_another_tokenizer_or_damaged_is_refused(tmp_path: Path) -> None
 def test_no_text_leaves_nothing_behind(tmp_path: Path) -> None:
     for name, raw in (("empty.txt", b""), ("blank.txt", b" \n\t\n"), ("one.txt", b"x")):
         (tmp_path / name).write_bytes(raw)
-        with pytest.raises(RequestError, match="no text|too few"):
+        with pytest.raises(RequestError, match=r"no text|too few"):
             prepare.prepare(DataConfig(text=(str(tmp_path / name),)), tmp_path / "out", say=lambda _: None)
         assert not [p for p in tmp_path.iterdir() if "out" in p.name]
 
@@ -222,6 +222,6 @@ def test_no_text_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_bpe_is_trained_on_the_training_part_alone(tmp_path: Path) -> None:
     random_ = random.Random(1)
     texts = ["".join(random_.choices("abcd ", k=400)) for _ in range(27)] + ["zyzyzyzyzyzy " * 30] * 3
-    out, tokenizer = made(tmp_path, texts, tokenizer="bpe")
+    _, tokenizer = made(tmp_path, texts, tokenizer="bpe")
     assert not any(b"zy" in token for token in tokenizer.bytes_of)
     assert any(b"ab" in token for token in tokenizer.bytes_of)

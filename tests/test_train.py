@@ -90,10 +90,11 @@ def test_compiled_and_killed_twice_equals_uninterrupted(text_file: Path) -> None
                  "32", "--train.batch-tokens", "256", "--train.steps", "60", "--train.save-every", "5", "--model.dropout",
                  "0.1"]
     subprocess.run([*command, *arguments, "--run", "whole"], check=True, capture_output=True)
-    begin = arguments + ["--run", "parts"]
+    begin = [*arguments, "--run", "parts"]
     for step in (10, 30):
         process = subprocess.Popen([*command, *begin], stdout=subprocess.DEVNULL)
-        while not (Path("parts/metrics.jsonl").exists() and len(Path("parts/metrics.jsonl").read_text().splitlines()) > step):
+        metrics = Path("parts/metrics.jsonl")
+        while not (metrics.exists() and len(metrics.read_bytes().splitlines()) > step):
             assert process.poll() is None
             time.sleep(0.005)
         process.kill()
@@ -240,6 +241,10 @@ def test_prepared_data_trains_alike_and_only_with_its_tokenizer(forge: Call, tex
     refused = forge("train", "shards", *TINY, "--data.tokenizer", "c/tokenizer.json", "--run", "d")
     assert refused.code == 2
     assert "another tokenizer" in refused.err
+    for flags in (("--data.tokenizer", "chars"), ("--data.valid", text_file)):
+        refused = forge("train", "shards", *TINY, *flags, "--run", "d")
+        assert refused.code == 2
+        assert "is prepared" in refused.err
     assert not Path("d").exists()
     assert forge("data", "prepare", text_file, "--out", "shards").code == 2
 

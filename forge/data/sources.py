@@ -68,7 +68,8 @@ def read_jsonl(stream: IO[bytes], path: Path, config: DataConfig, skipped: Count
     """One JSON object a line; a document is the text in its field. Blank lines and blank texts hold no document."""
     offset = 0
     for number, line in enumerate(stream, 1):
-        fault, text = "", ""
+        fault = ""
+        text: Any = ""
         try:
             record = json.loads(line.decode("utf-8").lstrip("\ufeff")) if line.strip() else None
             if isinstance(record, dict):

@@ -77,7 +77,8 @@ class Attention(nn.Module):
         self.wk = Linear(config.dim, K * D, config.bias)
         self.wv = Linear(config.dim, K * D, config.bias)
         self.wo = Linear(H * D, config.dim, config.bias)
-        self.q_norm, self.k_norm = (Norm(D), Norm(D)) if config.qk_norm else (nn.Identity(), nn.Identity())
+        self.q_norm: nn.Module = Norm(D) if config.qk_norm else nn.Identity()
+        self.k_norm: nn.Module = Norm(D) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, starts: Tensor | None, rope: tuple[Tensor, Tensor] | None, cache: Cache | None
                 ) -> Tensor:

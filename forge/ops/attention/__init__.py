@@ -45,7 +45,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
     scale: of q·k, 1/sqrt(D) when None. softcap: s becomes softcap * tanh(s / softcap).
     return_lse: also lse (B, H, T) float32 (float64 for float64), natural log, -inf for a row that sees no key.
     backend: a key of BACKENDS; None takes the first that passed its check on this machine.
-    A row that sees no key gives zeros. Forward and backward are deterministic where the backend is not `sdpa`.
+    A row that sees no key gives zeros. Deterministic; `sdpa` is where torch.use_deterministic_algorithms(True) holds.
     Raises ValueError naming the shape or the argument that does not fit.
     Source: FlashAttention-2, arXiv:2307.08691, algorithm 1. Checked against reference.py.
     """
@@ -133,9 +133,9 @@ def probe(name: str, case: Case) -> str | None:
     exact = run(reference, *(x.to(work) for x in (q, k, v)))
     plain = run(reference, q, k, v)
     for what, x, y, z in zip(("output", "dq", "dk", "dv"), ours, exact, plain):
-        error, allowed = distance(x, y), 2 * distance(z, y) + FLOORS[case.dtype]
-        if not error <= allowed:
-            return f"its {what} is off by {error:.1e} of the reference, {allowed:.1e} is allowed"
+        off, allowed = distance(x, y), 2 * distance(z, y) + FLOORS[case.dtype]
+        if not off <= allowed:
+            return f"its {what} is off by {off:.1e} of the reference, {allowed:.1e} is allowed"
     return None
 
 

@@ -118,7 +118,7 @@ def backward(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
              starts: Tensor | None, causal: bool, window: int | None, scale: float, softcap: float | None
              ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, T, H, D), dk and dv (B, S, K, D)."""
-    B, T, H, D = q.shape
+    B, T, H, _ = q.shape
     S, K = k.shape[1:3]
     mask = Mask(starts, causal, window)
     k, v = k.transpose(1, 2), v.transpose(1, 2)                                 # (B, K, S, D)
