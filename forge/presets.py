@@ -24,9 +24,10 @@ def modern(name: str, n_layers: int, dim: int, n_heads: int, n_kv_heads: int, ff
 
 
 PRESETS: dict[str, Config] = {c.preset: c for c in (
+    # the best of what was tried in three minutes on two cores: docs/LOG.md has the table
     Config(preset="shakespeare",
-           model=ModelConfig(seq_len=128, dim=256, n_layers=4, n_heads=4, mlp="relu2"),
-           optim=OptimConfig(lr=3e-3, muon_lr=0.02, schedule="linear"),
+           model=ModelConfig(seq_len=128, dim=128, n_layers=4, n_heads=2, ffn_dim=344),
+           optim=OptimConfig(lr=0.012, muon_lr=0.02, schedule="linear", cooldown=0.9, min_lr=0.01),
            train=TrainConfig(batch_tokens=4096)),
     Config(preset="gpt-10m",
            model=ModelConfig(seq_len=256, dim=384, n_layers=6, n_heads=6, mlp="relu2"),
