@@ -40,7 +40,8 @@ def score(model: Transformer, tokens: Tokens, stop: Callable[[], bool] = lambda:
             return None
         n = int((batch.targets >= 0).sum())
         starts = None if batch.starts is None else batch.starts.to(device)
-        nats += float(model(batch.inputs.to(device), batch.targets.to(device), starts)) * n
+        with torch.compiler.set_stance("force_eager"):      # a few times a run: compiling would cost more
+            nats += float(model(batch.inputs.to(device), batch.targets.to(device), starts)) * n
         counted += n
     model.train(was_training)
     return Score(nats / counted, nats / math.log(2) / tokens.bytes, counted, tokens.bytes)

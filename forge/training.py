@@ -320,7 +320,9 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
         optimizers = optim.optimizers(model, c.optim)
         if saved:
             optim.load_state_tensors(model, optimizers, saved.optimizer)
-        step_model = torch.compile(model, dynamic=False) if t.compile else model
+        if t.compile:       # block by block: they share one graph, so the wait does not grow with the depth
+            for block in model.blocks:
+                block.compile(dynamic=False)
 
         sequences = t.batch_tokens // m.seq_len
         accumulation = sequences // t.micro_batch
@@ -338,7 +340,7 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                     first = at.step * sequences + micro * t.micro_batch
                     batch = train_batch(tokens, m.seq_len, c.seed, first, t.micro_batch, mask)
                     inputs, targets, starts = (None if x is None else x.to(device) for x in batch)   # (B, T) each
-                    part = step_model(inputs, targets, starts) / accumulation       # mean nats per token
+                    part = model(inputs, targets, starts) / accumulation       # mean nats per token
                     part.backward()
                     loss += part.detach()
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.optim.clip or math.inf)
@@ -396,7 +398,8 @@ def check(loss: Tensor, grad_norm: Tensor, step: int, run: Path) -> None:
 def write(model: Transformer, tokenizer: Tokenizer, seed: int, n: int = 120) -> str:
     """A short text of the model as it is."""
     model.eval()
-    text = tokenizer.decode(generate(model, [tokenizer.eot], n, temperature=0.8, seed=seed, eot=tokenizer.eot))
+    with torch.compiler.set_stance("force_eager"):      # one token at a time is no shape to compile for
+        text = tokenizer.decode(generate(model, [tokenizer.eot], n, temperature=0.8, seed=seed, eot=tokenizer.eot))
     model.train()
     return text
 
