@@ -283,7 +283,10 @@ def load_json(path: Path) -> Config:
 
 
 def save_json(config: Config, path: Path) -> None:
-    path.write_text(json.dumps(asdict(config), indent=1) + "\n", encoding="utf-8")
+    """Writes the config, at once or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(asdict(config), indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def validate(config: Config) -> Config:

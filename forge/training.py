@@ -160,7 +160,7 @@ def machine_choices(c: Config, device: torch.device, mask: bool, say: Say) -> Co
                            "install one, or leave it out and train uncompiled")
     say(f"device: {device.type}, {torch.get_num_threads()} threads, {str(dtype)[6:]} ({why}), "
         + ("compiled" if compiles else "not compiled" if t.compile is False else
-           "not compiled: no C++ compiler is here; with one (apt install g++) a step takes about two thirds"))
+           "not compiled: no C++ compiler is here; with one (apt install g++) a step takes three quarters of the time"))
     windowed = any(m.layer_window(layer) for layer in range(m.n_layers))
     case = Case(device.type, dtype, m.head_dim, m.n_heads != m.n_kv_heads, square=True, single=m.seq_len == 1, causal=True,
                 window=windowed, starts=mask, softcap=False, lse=False)
@@ -211,7 +211,8 @@ def budget(c: Config, tokens: Tokens, valid_tokens: int, say: Say) -> Config:
     limits = [f"{t.steps:,} steps" if t.steps else "", f"{t.tokens:,} tokens" if t.tokens else "",
               f"{t.minutes:g} minutes" if t.minutes else ""]
     epochs = f", {planned / len(tokens):.1f} rounds over the text" if planned else ""
-    say(f"budget: {' or '.join(filter(None, limits))}{epochs}; every {t.eval_every} steps an evaluation")
+    say(f"budget: {' or '.join(filter(None, limits))}{epochs}; an evaluation "
+        + (f"every {t.eval_every:,} steps" if t.eval_every else "at the end"))
     say_dropout(planned, len(tokens), m.dropout, say)
     return replace(c, train=t)
 
@@ -220,13 +221,6 @@ def say_dropout(planned: float, text_tokens: int, dropout: float, say: Say) -> N
     if planned > EPOCHS_BEFORE_DROPOUT * text_tokens and not dropout:
         say(f"note: {planned / text_tokens:.1f} rounds over the text invite learning it by heart; if the validation "
             "loss turns up, try --model.dropout 0.1")
-
-
-def build(c: Config) -> Transformer:
-    """The model on the CPU, its weights not yet set."""
-    with torch.device("meta"):
-        model = Transformer(c.model, getattr(torch, c.train.dtype), c.train.attention)
-    return model.to_empty(device="cpu")
 
 
 class Stop:
@@ -287,6 +281,20 @@ class Progress(NamedTuple):
         return max(parts)
 
 
+def restore(run: Path, c: Config, model: Transformer, optimizers: list[torch.optim.Optimizer]) -> Progress:
+    """Gives model and optimizers the state of the latest checkpoint, or that of a beginning, and returns how far it is."""
+    if checkpoint.steps(run):
+        saved = checkpoint.load(run, "latest")
+        load_weights(model, saved)
+        optim.load_state_tensors(model, optimizers, saved.optimizer)
+        return Progress(**saved.state)
+    if c.init:
+        load_weights(model, checkpoint.load(Path(c.init), "best"))
+    else:
+        init_weights(model, c.seed)
+    return Progress()
+
+
 def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -> Path:
     """Trains the run to the end of its budget, from its latest checkpoint if it has one."""
     t, m, device = c.train, c.model, machine.pick_device(c.train.device)
@@ -298,28 +306,19 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
         tokens, valid = (Tokens(data / part, tokenizer.hash) for part in ("train", "valid"))
         mask = needs_mask(tokens, m.seq_len)
 
-        model = build(c)
-        at = Progress()
-        saved = checkpoint.load(run, "latest") if checkpoint.steps(run) else None
-        if saved:
-            load_weights(model, saved)
-            at = Progress(**saved.state)
-        elif c.init:
-            load_weights(model, checkpoint.load(Path(c.init), "best"))
-        else:
-            init_weights(model, c.seed)
+        with torch.device("meta"):
+            model = Transformer(m, getattr(torch, t.dtype), t.attention)
+        model.to_empty(device=device)
+        optimizers = optim.optimizers(model, c.optim)
+        at = restore(run, c, model, optimizers)
         if at.of(c) >= 1:
             say(console, f"{run} is finished: step {at.step:,}. To go on, give it a larger budget, for instance "
                 f"--train.steps {2 * at.step}; to see it write: forge sample {run}")
             return run
         if save_config:
             config.save_json(c, run / "config.json")
-        if saved:
+        if at.step:
             say(console, f"resumed {run} at step {at.step:,}")
-        model.to(device)
-        optimizers = optim.optimizers(model, c.optim)
-        if saved:
-            optim.load_state_tensors(model, optimizers, saved.optimizer)
         if t.compile:       # block by block: they share one graph, so the wait does not grow with the depth
             for block in model.blocks:
                 block.compile(dynamic=False)
@@ -377,7 +376,7 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                     say_dropout(t.batch_tokens / step_s * 60 * t.minutes, len(tokens), m.dropout, metrics.say)
         finally:
             metrics.close()
-        if progress < 1:
+        if stop():
             raise Interrupted(f"stopped and saved; go on with: forge train --resume {run}", stop.number)
         report(run, c, at, tokens, model, tokenizer, console)
     return run
