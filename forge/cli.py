@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -241,6 +243,11 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0
+    def end(number: int, _: object) -> None:
+        raise Interrupted("stopped", number)      # so that what is half made is cleared away
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
     try:
         if argv[0] not in VERBS:
             raise RequestError(f"forge {argv[0]}: there is no such verb; {nearest(argv[0], list(VERBS))} "

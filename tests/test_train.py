@@ -133,6 +133,19 @@ def test_a_signal_saves_and_says_how_to_go_on(number: signal.Signals, text_file:
     assert 0 < found.state["elapsed_s"] < 60
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_text_is_prepared_leaves_nothing(number: signal.Signals, text_file: Path) -> None:
+    Path("big.txt").write_bytes(text_file.read_bytes() * 1000)
+    process = subprocess.Popen([sys.executable, "-m", "forge.cli", "train", "big.txt", "--run", "new/r"],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not list(Path("new").glob(".r.partial*")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 128 + number
+    assert not Path("new").exists()
+
+
 def test_a_finished_run_says_so_and_a_longer_budget_goes_on(forge: Call, text_file: Path) -> None:
     forge("train", text_file, *TINY, "--train.steps", 3, "--run", "r")
     before = records("r")
