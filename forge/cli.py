@@ -250,8 +250,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, end)
     try:
         if argv[0] not in VERBS:
-            raise RequestError(f"forge {argv[0]}: there is no such verb; {nearest(argv[0], list(VERBS))} "
-                               "`forge --help` lists them")
+            raise RequestError(f"{argv[0]}: there is no such verb; {nearest(argv[0], list(VERBS))} (see forge --help)")
         VERBS[argv[0]](argv[1:])
         return 0
     except Interrupted as stopped:

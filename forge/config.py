@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -224,7 +225,7 @@ class Config:
 
     preset: str = "shakespeare"
     """a named size; `forge --help` lists them"""
-    seed: Count = 1
+    seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 1
     init: str | None = None
     """a run whose best weights and tokenizer are taken over"""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -299,6 +300,10 @@ def validate(config: Config) -> Config:
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and "[" not in part)
         flag = "--" + key.replace("_", "-")
         raise RequestError(f"{key}={first['input']!r}: {first['msg'].lower()}; set {flag}") from error
+    cores = os.cpu_count() or 1
+    if config.train.threads > cores:
+        raise RequestError(f"train.threads={config.train.threads} is more than the {cores} cores of this machine; set "
+                           f"--train.threads to at most {cores}")
     m, t = config.model.resolve(), config.train
     if m.n_heads % m.n_kv_heads:
         raise RequestError(f"model.n_heads={m.n_heads} is no multiple of model.n_kv_heads={m.n_kv_heads}; "

@@ -102,18 +102,30 @@ def compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
+def memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total
+
+
+def require_memory(config: Config, device: torch.device) -> None:
+    """Raises RequestError when weights, gradients and moments, four float32 numbers a parameter, cannot fit."""
+    need, there = 16 * config.model.parameters, memory_bytes(device)
+    if need > there:
+        raise RequestError(f"a model of {config.model.parameters:,} parameters needs {need / 1e9:,.0f} GB for weights, "
+                           f"gradients and moments, and {device.type} has {there / 1e9:,.0f} GB; name a smaller --preset, "
+                           "or set a smaller --model.dim or --model.n-layers")
+
+
 def micro_batch(config: Config, device: torch.device, dtype: torch.dtype) -> int:
     """Sequences in one forward: the largest divisor of the batch whose activations take a quarter of the memory."""
     m = config.model
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = psutil.virtual_memory().total
+    memory = memory_bytes(device)
     # kept for the backward, a token and layer: about 12 vectors of width dim and 4 of the MLP's width
     token_bytes = m.n_layers * (12 * m.dim + 4 * m.ffn_dim) * dtype.itemsize
     most = min(MICRO_BATCH_TOKENS[device.type], memory // 4 // token_bytes)
     sequences = config.train.batch_tokens // m.seq_len
-    return max(d for d in range(1, sequences + 1) if sequences % d == 0 and (d == 1 or d * m.seq_len <= most))
+    return max(d for d in range(1, max(1, most // m.seq_len) + 1) if sequences % d == 0)
 
 
 def environment(device: torch.device) -> dict[str, object]:

@@ -70,6 +70,8 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         try:
             return cls(Path(path).read_text(encoding="utf-8"))
+        except RequestError as error:
+            raise RequestError(f"tokenizer {path}: {error}; name chars, bytes, bpe or a tokenizer.json") from error
         except OSError as error:
             raise RequestError(f"tokenizer {path}: {error.strerror}; name chars, bytes, bpe or a "
                                "tokenizer.json") from error

@@ -21,7 +21,7 @@ from torch import Tensor
 from forge import checkpoint, config, machine, optim
 from forge.config import Config, Failure, Interrupted, RequestError
 from forge.data import prepare
-from forge.data.loader import Tokens, needs_mask, train_batch, windows_per_epoch
+from forge.data.loader import Tokens, needs_mask, train_batch
 from forge.evaluation import score
 from forge.generate import generate, load_weights
 from forge.metrics import Metrics, duration
@@ -77,7 +77,7 @@ def resume(run: str | Path, config: Config | None = None) -> Path:
     for key, (old, new) in changes.items():
         if key not in CHANGEABLE:
             raise RequestError(f"--{key.replace('_', '-')} {new}: this run has {old}, and with another it would be "
-                               f"another run. Leave it out, or begin a new run: forge train --init {run} ...")
+                               f"another run. Leave it out, or begin a new run without --resume")
         say(console, f"changed: {key} {old} -> {new}")
     return loop(config, run, console, save_config=bool(changes))
 
@@ -152,6 +152,7 @@ def prepared_tokenizer(c: Config, data: Path) -> Tokenizer:
 def machine_choices(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
     """Device, dtype, compile, threads, attention backend and micro-batch, found once and said with the reason."""
     m, t = c.model, c.train
+    machine.require_memory(c, device)
     dtype, why = machine.pick_dtype(t.dtype, device)
     compiler = machine.compiler()
     compiles = compiler is not None if t.compile is None else t.compile
@@ -175,8 +176,8 @@ def machine_choices(c: Config, device: torch.device, mask: bool, say: Say) -> Co
     c = replace(c, train=replace(t, **measured))
     rows = t.micro_batch or machine.micro_batch(c, device, dtype)
     sequences = t.batch_tokens // m.seq_len
-    say(f"model: {m.n_layers} layers of width {m.dim}, {m.n_heads} heads of {m.head_dim}, {m.parameters:,} parameters, "
-        f"{m.flops_per_token() / 1e6:,.0f} MFLOP a token")
+    say(f"model: {m.n_layers} layers of width {m.dim}, {m.n_heads} heads of {m.head_dim}, MLP of {m.ffn_dim}, "
+        f"{m.parameters:,} parameters, {m.flops_per_token() / 1e6:,.0f} MFLOP a token")
     say(f"batch: {t.batch_tokens:,} tokens a step = {sequences} windows of {m.seq_len}"
         + (f", {rows} at a time" if rows != sequences else ""))
     return replace(c, train=replace(c.train, micro_batch=rows))
@@ -185,7 +186,8 @@ def machine_choices(c: Config, device: torch.device, mask: bool, say: Say) -> Co
 def require_backend(name: str, case: Case) -> None:
     """Raises RequestError unless there is such a backend and it can do this."""
     if name not in BACKENDS:
-        raise RequestError(f"--train.attention {name}: {config.nearest(name, list(BACKENDS))}")
+        raise RequestError(f"--train.attention {name}: there is no such backend; "
+                           f"{config.nearest(name, ['auto', *BACKENDS])}")
     if reason := BACKENDS[name].supports(case):
         raise RequestError(f"--train.attention {name}: {reason}; leave it out, or name another of "
                            f"{', '.join(BACKENDS)}")
@@ -312,8 +314,8 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
         optimizers = optim.optimizers(model, c.optim)
         at = restore(run, c, model, optimizers)
         if at.of(c) >= 1:
-            say(console, f"{run} is finished: step {at.step:,}. To go on, give it a larger budget, for instance "
-                f"--train.steps {2 * at.step}; to see it write: forge sample {run}")
+            say(console, f"{run} is finished: step {at.step:,}. To go on, give it a larger budget: {longer(c, at)}; "
+                f"to see it write: forge sample {run}")
             return run
         if save_config:
             config.save_json(c, run / "config.json")
@@ -403,10 +405,18 @@ def write(model: Transformer, tokenizer: Tokenizer, seed: int, n: int = 120) -> 
     return text
 
 
+def longer(c: Config, at: Progress) -> str:
+    """The flags of a budget twice as large; each limit that was set must be raised, for the first to end ends the run."""
+    t = c.train
+    flags = [("minutes", t.minutes and f"{2 * t.minutes:g}"), ("steps", t.steps and 2 * at.step),
+             ("tokens", t.tokens and 2 * at.step * t.batch_tokens)]
+    return " ".join(f"--train.{name} {value}" for name, value in flags if value)
+
+
 def report(run: Path, c: Config, at: Progress, tokens: Tokens, model: Transformer, tokenizer: Tokenizer,
            console: Console) -> None:
     """The last words of a run: what was reached, two samples, what to type next."""
-    rounds = at.step * c.train.batch_tokens / c.model.seq_len / windows_per_epoch(tokens, c.model.seq_len)
+    rounds = at.step * c.train.batch_tokens / len(tokens)
     say(console, f"\ndone: {at.step:,} steps, {at.step * c.train.batch_tokens:,} tokens ({rounds:.1f} rounds over the "
         f"text) in {duration(at.elapsed_s)}; best validation loss {at.best_loss:.4f} nats per token at step "
         f"{at.best_step:,}")
@@ -415,7 +425,7 @@ def report(run: Path, c: Config, at: Progress, tokens: Tokens, model: Transforme
     say(console, f"---\n\nThe run lies in {run}. Next:\n"
         f"  forge sample {run} --prompt \"...\"          it writes on\n"
         f"  forge eval {run}                          loss and bits per byte of its best checkpoint\n"
-        f"  forge train --resume {run} --train.steps {2 * at.step}   goes on\n"
+        f"  forge train --resume {run} {longer(c, at)}   goes on\n"
         f"  forge train MY_TEXT.txt                   trains on your own text")
 
 

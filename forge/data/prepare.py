@@ -43,7 +43,10 @@ def prepare(config: DataConfig, out: Path, tokenizer: Tokenizer | None = None,
     skipped: Counter[str] = Counter()
     paths = config.text or (str(CORPUS),)
     found = sources.find(paths, skipped)
-    valid_found = sources.find([config.valid], skipped) if config.valid else []
+    try:
+        valid_found = sources.find([config.valid], skipped) if config.valid else []
+    except RequestError as error:
+        raise RequestError(f"--data.valid: {error}") from error
     document_bytes = measure(found, config, skipped)
     valid_bytes = measure(valid_found, config, skipped) if config.valid else []
     total = sum(document_bytes)

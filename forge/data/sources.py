@@ -87,7 +87,7 @@ def read_jsonl(stream: IO[bytes], path: Path, config: DataConfig, skipped: Count
         except UnicodeEncodeError:
             fault = "half a surrogate pair, which is no character"
         except (json.JSONDecodeError, RecursionError) as error:
-            fault = f"not JSON ({error})"
+            fault = f"not JSON ({getattr(error, 'msg', 'nested too deeply')}, at character {getattr(error, 'colno', 1)})"
         if fault:
             if not config.skip_bad_lines:
                 raise RequestError(f"{path}, line {number} (byte offset {offset}): {fault}. Mend the line, name the "
@@ -156,8 +156,7 @@ def find(paths: tuple[str, ...] | list[str], skipped: Counter[str]) -> list[Sour
         elif path.exists():
             raise RequestError(f"{path} is neither a file nor a folder; name a file of text")
         else:
-            raise RequestError(f"{path}: no such file or folder; name a file or folder of text, or none for the "
-                               "bundled corpus")
+            raise RequestError(f"{path}: no such file or folder; name a file or folder of text")
     return sources
 
 
