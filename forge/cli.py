@@ -247,7 +247,8 @@ def main(argv: list[str] | None = None) -> int:
         raise Interrupted("stopped", number)      # so that what is half made is cleared away
 
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, end)
+        for number in (signal.SIGINT, signal.SIGTERM):     # SIGINT too: a background job inherits it ignored
+            signal.signal(number, end)
     try:
         if argv[0] not in VERBS:
             raise RequestError(f"{argv[0]}: there is no such verb; {nearest(argv[0], list(VERBS))} (see forge --help)")
