@@ -66,19 +66,22 @@ def save(run: Path, step: int, weights: dict[str, Tensor], optimizer: dict[str, 
             shutil.rmtree(folder(run, old))
 
 
-def load(run: Path, which: str = "latest") -> Checkpoint:
-    """The checkpoint named latest, best, or a step. Raises RequestError when there is no such one, Failure when a part
-    of it is missing or altered.
-    """
+def path_of(run: Path, which: str = "latest") -> Path:
+    """The checkpoint named latest, best, or a step. Raises RequestError when there is no such one."""
     name = named(run, which) if which in ("latest", "best") else f"step_{which:0>6}"
     there = steps(run)
     if not there:
         raise RequestError(f"{run} holds no checkpoint yet; train it with: forge train --resume {run}")
     if name is None or not (run / "checkpoints" / name).is_dir():
         if which == "best" and name is None:
-            return load(run, "latest")      # no evaluation has been saved yet
+            return path_of(run, "latest")       # no evaluation has been saved yet
         raise RequestError(f"{run} has no checkpoint {which!r}; it has: latest, best, {', '.join(map(str, there))}")
-    path = run / "checkpoints" / name
+    return run / "checkpoints" / name
+
+
+def load(run: Path, which: str = "latest") -> Checkpoint:
+    """The checkpoint that path_of finds. Raises Failure when a part of it is missing or altered."""
+    path, there = path_of(run, which), steps(run)
     try:
         manifest = json.loads((path / "MANIFEST.json").read_text(encoding="utf-8"))
         for file in FILES:

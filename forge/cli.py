@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -24,14 +26,25 @@ Forge trains language models from scratch: raw text in, a model that writes out.
   forge train [TEXT ...]            trains on files and folders of text; no argument: a small model of Shakespeare
   forge train --resume RUN          goes on with a run where it stopped
   forge sample RUN                  writes with a trained model
+  forge chat RUN                    writes on after each line that you type
   forge eval RUN [TEXT ...]         loss and bits per byte, on the run's validation text or another
+  forge eval RUN --tasks blimp,piqa --tasks-dir DIR     accuracy on tasks whose files lie in DIR
+  forge report RUN                  one HTML page: curves, samples, settings
+
+  forge tokenizer train TEXT ... --out FILE     makes a tokenizer.json from text
+  forge tokenizer compare TEXT ...  how tokenizers do on a text
   forge data prepare TEXT ... --out DIR     turns text into token shards, to train on many times
   forge data info DIR               says what is in such a folder
 
-`forge VERB --help` tells a verb's arguments. Every setting of training is a flag, such as --model.dim or
---train.minutes. --debug shows the whole traceback of an error. Presets: """ + ", ".join(PRESETS)
+  forge doctor                      what this machine has, and what that means for training
+  forge bench train|generate        how fast it trains and writes
 
-Text = tyro.conf.Positional[tuple[str, ...]]
+`forge VERB --help` tells a verb's arguments. Every setting of training is a flag, such as --model.dim or
+--train.minutes. --debug shows the whole traceback of an error. It exits with 0 when done, 1 when something failed,
+2 when the request was wrong. Presets: """ + ", ".join(PRESETS)
+
+Text = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
+Run = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 
 @dataclass(frozen=True)
@@ -51,42 +64,173 @@ class TrainCommand:
 
 
 @dataclass(frozen=True)
-class SampleCommand:
-    """Writes with a trained model, token by token."""
+class Writing:
+    """How a model writes; Sampling in generate.py says the order."""
 
-    run: tyro.conf.Positional[str]
-    """a run folder"""
-    prompt: str = ""
-    """what the text begins with; empty: a new document"""
-    max_new_tokens: int = 500
+    max_new_tokens: int = 200
     temperature: float = 0.8
     """below 1 likelier, above 1 wilder; 0 always takes the likeliest token"""
     top_k: int = 0
     """take only from the k likeliest tokens; 0: from all"""
     top_p: float = 1.0
-    """take only from the likeliest tokens that together have this probability"""
+    """take only from the likeliest tokens that together have this probability; 1: from all"""
+    min_p: float = 0.0
+    """take only from tokens at least this part as likely as the likeliest; 0: from all"""
+    repetition_penalty: float = 1.0
+    """above 1: tokens that are in the text already become less likely"""
+    logit_bias: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ID=BIAS")] = ()
+    """added to the logits of token ids, such as 198=-100 or 198=-inf"""
+    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT")] = ()
+    """the text ends before any of these; \\n is a line end"""
+    specials: bool = False
+    """special tokens that the prompt spells out, such as <|endoftext|>, become those tokens; otherwise they are text"""
     seed: int = 1
-    """one seed gives one text"""
+    """one seed gives one text, whatever else is written beside it"""
     checkpoint: str = "best"
     """best, latest, or a step"""
+    device: str = "auto"
+    """auto, cuda, mps or cpu"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the computation; auto: as the run was trained"""
+
+
+@dataclass(frozen=True)
+class SampleCommand:
+    """Writes with a trained model, token by token."""
+
+    run: Run
+    """a run folder"""
+    prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT")] = ("",)
+    """what the text begins with, or several, written side by side; empty: a new document. Of one that is longer than
+    the model's context, the model sees the end"""
+    n: int = 1
+    """texts for each prompt; they have the seeds seed, seed + 1, ..."""
+    logprobs: bool = False
+    """also each token's log-probability, in nats"""
+    json: bool = False
+    """a JSON object for each text, one a line: prompt, seed, text, ids, logprobs, finish"""
+    writing: Annotated[Writing, tyro.conf.arg(name="")] = field(default_factory=Writing)
+
+
+@dataclass(frozen=True)
+class ChatCommand:
+    """Writes on after each line that you type; all that was said stays before the model, as far as its context goes.
+
+    An empty line lets it go on, /reset forgets, Ctrl-C breaks a text off, Ctrl-D (or /quit) ends.
+    """
+
+    run: Run
+    """a run folder"""
+    writing: Annotated[Writing, tyro.conf.arg(name="")] = field(default_factory=Writing)
+
+
+@dataclass(frozen=True)
+class EvalCommand:
+    """Loss (nats per token) and bits per byte of a checkpoint over every token of a text, and accuracy on tasks.
+
+    The result is printed and kept in the run folder, as eval-CHECKPOINT.json.
+    """
+
+    run: Run
+    """a run folder"""
+    text: Text = ()
+    """files and folders of text; none: the run's own validation text, unless tasks are named"""
+    tasks: Annotated[str, tyro.conf.arg(metavar="NAME,...")] = ""
+    """blimp, lambada, hellaswag, arc_easy, arc_challenge, piqa, openbook_qa, copa, winogrande, winograd_wsc"""
+    tasks_dir: Annotated[str, tyro.conf.arg(metavar="DIR")] = "."
+    """the folder that holds their files, such as blimp.jsonl or piqa.jsonl.gz"""
+    limit: int | None = None
+    """score so many items of each task, spread over its file"""
+    checkpoint: str = "best"
+    """best, latest, or a step"""
+    device: str = "auto"
+    """auto, cuda, mps or cpu"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the computation; auto: as the run was trained"""
+    text_field: str = "text"
+    """the field of a .jsonl record that holds the text"""
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Writes one HTML page about a run, which needs no network: curves, evaluations, samples, settings, machine."""
+
+    run: Run
+    """a run folder, finished or not"""
+    out: str | None = None
+    """the file to write (default: RUN/report.html)"""
+
+
+@dataclass(frozen=True)
+class TokenizerTrainCommand:
+    """Trains a byte-level BPE on text, split into words as GPT-4's is, and writes it as a tokenizer.json.
+
+    Of more than 64 MB of text it reads stretches spread evenly, so that memory stays bounded.
+    """
+
+    text: Text
+    """files and folders of text"""
+    out: str
+    """the file to write"""
+    vocab_size: int = 0
+    """tokens, the 256 bytes and end-of-text included; 0: the power of two next to the square root of the text's bytes"""
+    text_field: str = "text"
+    """the field of a .jsonl record that holds the text"""
+    skip_bad_lines: bool = False
+    """leave out and count .jsonl lines that hold no text"""
+
+
+@dataclass(frozen=True)
+class TokenizerCompareCommand:
+    """Bytes a token, speed, and whether decoding gives the text back, for several tokenizers on a text."""
+
+    text: Text
+    """files and folders of text; their first 64 MB are taken"""
+    tokenizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ("bytes", "gpt2")
+    """bytes, gpt2, or files: a tokenizer.json, GPT-2's encoder.json, a .tiktoken; or run folders"""
+    text_field: str = "text"
+    """the field of a .jsonl record that holds the text"""
+
+
+@dataclass(frozen=True)
+class DoctorCommand:
+    """What this machine has, by measurement, what it means for training, and what to do about it."""
+
     device: str = "auto"
     """auto, cuda, mps or cpu"""
 
 
 @dataclass(frozen=True)
-class EvalCommand:
-    """Loss (nats per token) and bits per byte of a checkpoint, over every token of a text."""
+class BenchTrainCommand:
+    """Trains some steps just as `forge train` would and says how fast they are; nothing is kept.
 
-    run: tyro.conf.Positional[str]
-    """a run folder"""
-    text: Text = ()
-    """files and folders of text; none: the run's own validation text"""
-    checkpoint: str = "best"
-    """best, latest, or a step"""
+    Tokens a second and a step's time are medians of the steps after the first three; the first step's surplus is the
+    time to compile.
+    """
+
+    bench_steps: int = 20
+    """steps to take after the first three"""
+    profile: bool = False
+    """also where a step's time goes"""
+    out: str | None = None
+    """a JSON file to write, with the machine's data"""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class BenchGenerateCommand:
+    """How fast a model reads a prompt and writes, for several batches and dtypes. The weights are random."""
+
+    preset: str = "gpt2-124m"
+    """the shape"""
+    prompt_tokens: int = 128
+    new_tokens: int = 64
+    batches: tuple[int, ...] = (1, 8)
+    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
     device: str = "auto"
     """auto, cuda, mps or cpu"""
-    text_field: str = "text"
-    """the field of a .jsonl record that holds the text"""
+    out: str | None = None
+    """a JSON file to write, with the machine's data"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +244,7 @@ class PrepareCommand:
     valid: str | None = None
     """validation text; without it the last tenth of the text"""
     tokenizer: str | None = None
-    """chars, bytes, bpe, or a tokenizer.json; without it chosen by the amount of text"""
+    """chars, bytes, bpe, gpt2, or a file (tokenizer.json, encoder.json, .tiktoken); without it by the amount of text"""
     bpe_vocab: int = 0
     """tokens of a bpe trained here; 0: derived from the amount of text"""
     text_field: str = "text"
@@ -116,6 +260,9 @@ class InfoCommand:
     folder: tyro.conf.Positional[str]
     """a folder made by `forge data prepare`, or the data folder of a run"""
 
+
+if TYPE_CHECKING:
+    from forge.generate import Sampling
 
 C = TypeVar("C")
 
@@ -170,41 +317,250 @@ def run_config(run: str, flag: str) -> Config:
     return load_json(Path(run) / "config.json")
 
 
+def load(run: str, w: Writing) -> tuple[Any, Any, dict[str, Any]]:
+    """(model, tokenizer, the arguments of `write` that all texts share)."""
+    sampling = sampling_of(w)
+    if w.max_new_tokens < 0:
+        raise RequestError(f"--max-new-tokens {w.max_new_tokens}: 0 or more")
+    if not 0 <= w.seed < 1 << 62:
+        raise RequestError(f"--seed {w.seed}: a number from 0 to {(1 << 62) - 1}")
+    import torch
+
+    from forge.generate import load_model
+
+    model, tokenizer = load_model(run, checkpoint=w.checkpoint, device=w.device,
+                                  dtype=None if w.dtype == "auto" else getattr(torch, w.dtype))
+    stop = [s.replace("\\n", "\n").replace("\\t", "\t") for s in w.stop]
+    return model, tokenizer, {"max_new_tokens": w.max_new_tokens, "sampling": sampling, "stop": stop, "specials": w.specials}
+
+
+def sampling_of(w: Writing) -> Sampling:
+    from forge.generate import Sampling
+
+    bias = {}
+    for word in w.logit_bias:
+        try:
+            token, value = word.split("=")
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise RequestError(f"--logit-bias {word}: ID=BIAS is needed, such as 198=-100 or 198=-inf") from None
+    return Sampling(w.repetition_penalty, bias, w.temperature, w.top_k, w.top_p, w.min_p)
+
+
 def sample(argv: list[str]) -> None:
     c = parse(SampleCommand, argv, "forge sample")
-    if c.max_new_tokens < 0 or c.temperature < 0 or c.top_k < 0 or not 0 < c.top_p <= 1:
-        raise RequestError(f"--max-new-tokens {c.max_new_tokens} --temperature {c.temperature} --top-k {c.top_k} --top-p "
-                           f"{c.top_p}: the first three are 0 or more, and top-p lies above 0 and is at most 1")
-    from forge.generate import generate, load_model, start
+    if c.n < 1:
+        raise RequestError(f"--n {c.n}: at least 1 text for each prompt")
+    model, tokenizer, how = load(c.run, c.writing)
+    from forge.generate import Completion, write
 
-    model, tokenizer = load_model(c.run, checkpoint=c.checkpoint, device=c.device)
-    prompt = start(tokenizer, c.prompt)
-    ids = generate(model, prompt, c.max_new_tokens, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, seed=c.seed,
-                   eot=tokenizer.eot)
-    print(c.prompt, end="", flush=True)
-    for text in tokenizer.stream(ids):
-        print(text, end="", flush=True)
-    print()
+    completions = [Completion(prompt, c.writing.seed + i) for prompt in c.prompt for i in range(c.n)]
+    for prompt in dict.fromkeys(c.prompt):
+        if (n := 1 + len(tokenizer.encode(prompt, c.writing.specials))) > model.config.seq_len:
+            print(f"note: the prompt has {n:,} tokens; the model's context holds {model.config.seq_len:,}, and it sees the "
+                  "last of them", file=sys.stderr)
+    alone = len(completions) == 1 and not c.json
+    if alone:
+        print(completions[0].prompt, end="", flush=True)
+    for _, new in write(model, tokenizer, completions, logprobs=c.logprobs, **how):
+        if alone:
+            print(new, end="", flush=True)
+    for completion in completions:
+        if c.json:
+            print(json.dumps(dataclasses.asdict(completion)))
+            continue
+        print("" if alone else f"--- seed {completion.seed}\n{completion.prompt}{completion.text}")
+        if c.logprobs:
+            print("\n".join(f"{logprob:9.4f}  {tokenizer.decode([i])!r}" for i, logprob in
+                            zip(completion.ids, completion.logprobs)))
+
+
+def chat(argv: list[str]) -> None:
+    c = parse(ChatCommand, argv, "forge chat")
+    model, tokenizer, how = load(c.run, c.writing)
+    from forge.generate import Completion, write
+
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  (input() edits lines and remembers them)
+        print(f"{c.run}: type, and it writes on. An empty line lets it go on, /reset forgets, Ctrl-C breaks off, "
+              "Ctrl-D ends.")
+    history, turn = "", 0
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            print()
+            return
+        if line == "/quit":
+            return
+        if line == "/reset":
+            history = ""
+            continue
+        history += line + "\n" if line else ""
+        said = Completion(history, c.writing.seed + turn)
+        turn += 1
+        try:
+            for _, new in write(model, tokenizer, [said], **how):
+                print(new, end="", flush=True)
+        except Interrupted as stopped:
+            if stopped.exit_code != 128 + signal.SIGINT:
+                raise
+        print()
+        history += said.text + "\n"
 
 
 def evaluate(argv: list[str]) -> None:
     c = parse(EvalCommand, argv, "forge eval")
+    names = [name.strip() for name in c.tasks.split(",") if name.strip()]
+    if c.tasks and not names:
+        raise RequestError(f"--tasks {c.tasks!r} names no task; type: --tasks blimp,lambada")
     from forge.evaluation import evaluate
 
-    result = evaluate(c.run, c.text, checkpoint=c.checkpoint, device=c.device, text_field=c.text_field)
-    print(f"{result.loss:.4f} nats per token, {result.bpb:.4f} bits per byte, over {result.tokens:,} tokens of "
-          f"{result.bytes:,} bytes")
+    result = evaluate(c.run, c.text, tasks=names, tasks_dir=c.tasks_dir, limit=c.limit, checkpoint=c.checkpoint,
+                      device=c.device, dtype=c.dtype, text_field=c.text_field)
+    if result.loss is not None:
+        print(f"{result.loss:.4f} nats per token, {result.bpb:.4f} bits per byte, over {result.tokens:,} tokens of "
+              f"{result.bytes:,} bytes")
+    print(f"kept in {Path(c.run) / f'eval-{result.checkpoint}.json'}")
+
+
+def report(argv: list[str]) -> None:
+    c = parse(ReportCommand, argv, "forge report")
+    from forge.view.report import report
+
+    print(report(c.run, c.out))
+
+
+def verbs_of(name: str, verbs: dict[str, Callable[[list[str]], None]], argv: list[str], usage: str) -> None:
+    """Runs the verb of `forge NAME VERB`, or says which there are."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{usage}\n\n`forge {name} VERB --help` tells the arguments.")
+    elif argv[0] not in verbs:
+        raise RequestError(f"forge {name} {argv[0]}: there is no such verb; {nearest(argv[0], list(verbs))}")
+    else:
+        verbs[argv[0]](argv[1:])
+
+
+def tokenizer(argv: list[str]) -> None:
+    verbs_of("tokenizer", {"train": tokenizer_train, "compare": tokenizer_compare}, argv,
+             "usage: forge tokenizer train TEXT ... --out FILE [--vocab-size N]\n"
+             "       forge tokenizer compare TEXT ... [--tokenizers NAME ...]")
+
+
+def tokenizer_train(argv: list[str]) -> None:
+    c = parse(TokenizerTrainCommand, argv, "forge tokenizer train")
+    if not c.text:
+        raise RequestError("forge tokenizer train: no text is named; type: forge tokenizer train TEXT ... --out FILE")
+    if Path(c.out).exists():
+        raise RequestError(f"--out {c.out} exists; name another file, or remove it")
+    from forge import tokenizer as tokenizers
+    from forge.data import prepare, sources
+
+    config = DataConfig(text=c.text, text_field=c.text_field, skip_bad_lines=c.skip_bad_lines)
+    skipped: Counter[str] = Counter()
+    found = sources.find(c.text, skipped)
+    n_bytes = sum(prepare.measure(found, config, skipped))
+    for what, count in skipped.items():
+        print(f"data: {count} {what} left out")
+    texts = (piece.text for piece in sources.read(found, config, Counter()))
+    made = tokenizers.train_bpe(texts, n_bytes, c.vocab_size or tokenizers.bpe_vocab(n_bytes))
+    made.save(Path(c.out))
+    print(f"made {c.out}: {made.vocab_size:,} tokens, from {min(n_bytes, tokenizers.TRAINING_BYTES):,} of {n_bytes:,} bytes;"
+          f" train with it by: forge train TEXT ... --data.tokenizer {c.out}")
+
+
+def tokenizer_compare(argv: list[str]) -> None:
+    c = parse(TokenizerCompareCommand, argv, "forge tokenizer compare")
+    if not c.text:
+        raise RequestError("forge tokenizer compare: no text is named; type: forge tokenizer compare TEXT ...")
+    from forge import tokenizer as tokenizers
+    from forge.data import sources
+
+    config = DataConfig(text=c.text, text_field=c.text_field)
+    skipped: Counter[str] = Counter()
+    texts, size = [], 0
+    for piece in sources.read(sources.find(c.text, skipped), config, skipped):
+        texts.append(piece.text)
+        size += len(piece.text)
+        if size >= tokenizers.TRAINING_BYTES:
+            break
+    if not texts:
+        raise RequestError(f"{', '.join(c.text)}: no text there; name a file that holds text")
+    table("tokenizer", "tokens", "bytes a token", "MB/s", "round trip", rows=(
+        (r.name, f"{r.vocab_size:,}", f"{r.bytes_per_token:.3f}", f"{r.mb_per_s:.1f}",
+         "whole" if r.round_trip else "NOT whole")
+        for r in tokenizers.compare(c.tokenizers, texts)))
+
+
+def table(*heads: str, rows: Iterable[Iterable[str]]) -> None:
+    """Prints columns: the first to the left, the others to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False)
+    for i, head in enumerate(heads):
+        made.add_column(head, justify="right" if i else "left")
+    for row in rows:
+        made.add_row(*row)
+    console = Console()
+    console.print(made, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def doctor(argv: list[str]) -> None:
+    c = parse(DoctorCommand, argv, "forge doctor")
+    from forge.doctor import doctor
+
+    for line in doctor(c.device):
+        print(line, flush=True)
+
+
+def bench(argv: list[str]) -> None:
+    verbs_of("bench", {"train": bench_train, "generate": bench_generate}, argv,
+             "usage: forge bench train [--preset NAME] [settings of forge train] [--profile] [--out FILE]\n"
+             "       forge bench generate [--preset NAME] [--out FILE]")
+
+
+def bench_train(argv: list[str]) -> None:
+    c = parse(BenchTrainCommand, argv, "forge bench train",
+              BenchTrainCommand(settings=preset(option(argv, "preset") or "shakespeare")))
+    if c.bench_steps < 1:
+        raise RequestError(f"--bench-steps {c.bench_steps}: at least 1")
+    from forge.bench import bench_train
+
+    result = bench_train(c.settings, steps=c.bench_steps, profile=c.profile)
+    table("measured", "", rows=((name, shown(value)) for name, value in result["measured"].items()))
+    if c.profile:
+        print()
+        table("part of a step", "ms", "share", rows=((name, f"{ms:.1f}", f"{100 * share:.0f} %")
+                                                     for name, (ms, share) in result["profile"].items()))
+    save(c.out, result)
+
+
+def bench_generate(argv: list[str]) -> None:
+    c = parse(BenchGenerateCommand, argv, "forge bench generate")
+    from forge.bench import bench_generate
+
+    result = bench_generate(preset(c.preset), prompt_tokens=c.prompt_tokens, new_tokens=c.new_tokens, batches=c.batches,
+                            dtypes=c.dtypes, device=c.device)
+    rows = result["measured"]
+    table(*(name.replace("_", " ") for name in rows[0]), rows=([shown(value) for value in row.values()] for row in rows))
+    save(c.out, result)
+
+
+def shown(value: object) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) and value < 1000 else f"{value:,.0f}" if isinstance(
+        value, float | int) else str(value)
+
+
+def save(out: str | None, result: dict[str, Any]) -> None:
+    if out:
+        Path(out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(f"kept in {out}")
 
 
 def data(argv: list[str]) -> None:
-    verbs: dict[str, Callable[[list[str]], None]] = {"prepare": data_prepare, "info": data_info}
-    if not argv or argv[0] in ("-h", "--help"):
-        print("usage: forge data prepare TEXT ... --out DIR\n       forge data info DIR\n\n"
-              "`forge data prepare --help` tells the arguments.")
-    elif argv[0] not in verbs:
-        raise RequestError(f"forge data {argv[0]}: there is no such verb; {nearest(argv[0], list(verbs))}")
-    else:
-        verbs[argv[0]](argv[1:])
+    verbs_of("data", {"prepare": data_prepare, "info": data_info}, argv,
+             "usage: forge data prepare TEXT ... --out DIR\n       forge data info DIR")
 
 
 def data_prepare(argv: list[str]) -> None:
@@ -232,7 +588,9 @@ def data_info(argv: list[str]) -> None:
               f"({tokens.bytes / len(tokens):.2f} bytes a token) in {len(tokens.shards)} shards")
 
 
-VERBS: dict[str, Callable[[list[str]], None]] = {"train": train, "sample": sample, "eval": evaluate, "data": data}
+VERBS: dict[str, Callable[[list[str]], None]] = {
+    "train": train, "sample": sample, "chat": chat, "eval": evaluate, "report": report, "tokenizer": tokenizer, "data": data,
+    "doctor": doctor, "bench": bench}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -147,7 +147,8 @@ class DataConfig:
     skip_bad_lines: bool = False
     """leave out and count .jsonl lines that hold no text, where the default is to refuse them"""
     tokenizer: str | None = None
-    """chars, bytes, bpe, or a tokenizer.json; None: chars for the bundled corpus, bytes below 1 MB, else bpe"""
+    """chars, bytes, bpe, gpt2, or a file: a tokenizer.json, GPT-2's encoder.json, a .tiktoken; None: chars for the bundled
+    corpus, bytes below 1 MB, else bpe"""
     bpe_vocab: Count = 0
     """tokens of a bpe trained here; 0: the power of two next to the square root of the text's bytes"""
 

@@ -1,21 +1,28 @@
-"""Loss and bits per byte of a model on a text: every token counted once, windows of seq_len side by side."""
+"""Loss and bits per byte of a model on a text: every token counted once, windows of seq_len side by side. And `evaluate`,
+which takes the tasks with it and keeps what it found.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from forge.config import DataConfig
+from forge import checkpoint as checkpoints
+from forge import machine
+from forge.config import DataConfig, Failure
 from forge.data import prepare, sources
 from forge.data.loader import Tokens, valid_batches
 from forge.generate import load_model
 from forge.model.transformer import Transformer
+from forge.tasks import Result, run_tasks
 
 EVAL_TOKENS = 8192      # in one forward
 
@@ -47,21 +54,66 @@ def score(model: Transformer, tokens: Tokens, stop: Callable[[], bool] = lambda:
     return Score(nats / counted, nats / math.log(2) / tokens.bytes, counted, tokens.bytes)
 
 
-def evaluate(run: str | Path, text: tuple[str, ...] = (), *, checkpoint: str = "best", device: str = "auto",
-             text_field: str = "text") -> Score:
-    """Loss and bits per byte of a run's checkpoint on its own validation text, or on the files and folders of `text`.
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured of a checkpoint; the text's figures are None when only tasks were asked for."""
 
-    Raises RequestError for a run, checkpoint or text that is not there; Failure for a damaged checkpoint.
+    checkpoint: str
+    loss: float | None = None
+    """nats per token, end-of-text tokens included"""
+    bpb: float | None = None
+    """bits per byte"""
+    tokens: int | None = None
+    bytes: int | None = None
+    tasks: dict[str, Result] = field(default_factory=dict)
+
+
+def evaluate(run: str | Path, text: Sequence[str] = (), *, tasks: Sequence[str] = (), tasks_dir: str | Path = ".",
+             limit: int | None = None, checkpoint: str = "best", device: str = "auto", dtype: str = "auto",
+             text_field: str = "text", say: Callable[[str], None] = print) -> Evaluation:
+    """Loss and bits per byte of a run's checkpoint on the files and folders of `text`, and its scores on tasks.
+
+    Without text and tasks: on the run's own validation text. tasks: names in forge.tasks.TASKS, whose files lie in
+    tasks_dir; limit: score so many items of each. dtype: of the computation, auto as it was trained.
+    The result is also kept in the run folder, as eval-CHECKPOINT.json, beside what was measured of that checkpoint before.
+    Raises RequestError for a run, checkpoint, text or task that is not there; Failure for a damaged checkpoint.
     """
-    model, tokenizer = load_model(run, checkpoint=checkpoint, device=device)
-    if not text:
-        score_ = score(model, Tokens(prepare.folder_of(Path(run)) / "valid", tokenizer.hash))
-    else:
+    run = Path(run)
+    model, tokenizer = load_model(run, checkpoint=checkpoint, device=device,
+                                  dtype=None if dtype == "auto" else getattr(torch, dtype))
+    score_, found = None, {}
+    if tasks:
+        found = run_tasks(model, tokenizer, tasks, tasks_dir, limit=limit, say=say)
+    if text:
         with tempfile.TemporaryDirectory() as scratch:
             config, skipped = DataConfig(text=tuple(text), text_field=text_field), Counter[str]()
-            found = sources.find(config.text, skipped)
-            prepare.measure(found, config, skipped)
-            prepare.write_shards(sources.read(found, config, skipped), tokenizer, Path(scratch) / "valid")
+            files = sources.find(config.text, skipped)
+            prepare.measure(files, config, skipped)
+            prepare.write_shards(sources.read(files, config, skipped), tokenizer, Path(scratch) / "valid")
             score_ = score(model, Tokens(Path(scratch) / "valid", tokenizer.hash))
-    assert score_ is not None
-    return score_
+    elif not tasks:
+        score_ = score(model, Tokens(prepare.folder_of(run) / "valid", tokenizer.hash))
+    result = Evaluation(checkpoints.path_of(run, checkpoint).name, **(score_._asdict() if score_ else {}), tasks=found)
+    keep(run, result, " ".join(text) or "validation", model)
+    return result
+
+
+def keep(run: Path, result: Evaluation, text: str, model: Transformer) -> None:
+    """Writes the result into RUN/eval-CHECKPOINT.json, over what the file says of the same text and tasks."""
+    path = run / f"eval-{result.checkpoint}.json"
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        known = {}
+    except ValueError as error:
+        raise Failure(f"{path} is damaged: {error}; remove it") from error
+    if result.loss is not None:
+        known["texts"] = known.get("texts", {}) | {text: {name: getattr(result, name)
+                                                          for name in ("loss", "bpb", "tokens", "bytes")}}
+    if result.tasks:
+        known["tasks"] = known.get("tasks", {}) | {name: r.numbers() for name, r in result.tasks.items()}
+    known |= {"checkpoint": result.checkpoint, "dtype": str(model.dtype)[6:],
+              "environment": machine.environment(model.embedding.weight.device)}
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -8,9 +8,11 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -48,52 +50,69 @@ def settle_cpu(threads: int = 0) -> None:
             function(torch.ones(1, dtype=dtype))
 
 
-def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """(dtype, why): bfloat16 on CUDA, float32 on MPS, and on a CPU whichever multiplies faster, measured here."""
-    if name != "auto":
-        return getattr(torch, name), "as asked"
-    if device.type == "cuda":
-        return torch.bfloat16, "its matrix units"
-    if device.type == "mps":
-        return torch.float32, "bfloat16 is no faster there"
-    key = f"bfloat16 over float32, {processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    ratio = remembered(key, bfloat16_speed)
-    dtype = torch.bfloat16 if ratio > 1.2 else torch.float32
-    return dtype, f"a bfloat16 product runs at {ratio:.1f} times the speed of a float32 one here"
+class Memory:
+    """What was measured once on this machine in one circumstance (a text): memory(name, measure) measures what it does not
+    know yet. So two runs of one seed choose alike."""
+
+    def __init__(self, circumstance: str) -> None:
+        self.path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forge" / "measured.json"
+        self.circumstance = circumstance
+
+    def __call__(self, name: str, measure: Callable[[], float]) -> float:
+        try:
+            known = json.loads(self.path.read_text(encoding="utf-8"))
+            here = known.setdefault(self.circumstance, {})
+            if isinstance(here[name], float):
+                return here[name]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass        # not measured yet, or a damaged file: measured anew
+        value = float(measure())
+        try:
+            known = json.loads(self.path.read_text(encoding="utf-8"))
+            here = known.setdefault(self.circumstance, {})
+        except (OSError, ValueError, AttributeError):
+            known, here = {}, {}
+        known[self.circumstance] = (here if isinstance(here, dict) else {}) | {name: value}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            partial.write_text(json.dumps(known, indent=1) + "\n")
+            partial.replace(self.path)
+        except OSError:
+            pass        # a home that cannot be written: measured again next time
+        return value
 
 
-def bfloat16_speed(n: int = 512, seconds: float = 0.5) -> float:
-    """How many times faster a product of (n, n) matrices is in bfloat16 than in float32: the best of each, taken in
-    turns, since another program may hold the cores for a while."""
-    matrices = [torch.ones(n, n, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    best = [float("inf")] * 2
-    end = time.perf_counter() + seconds
+def matmul_flops(device: torch.device, dtype: torch.dtype, n: int = 0, seconds: float = 0.5) -> float:
+    """FLOP/s of a product of two (n, n) matrices: the best of those that fit into so many seconds."""
+    n = n or (8192 if device.type == "cuda" else 1024)
+    a = torch.ones(n, n, device=device, dtype=dtype)
+    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)
+    a @ a
+    wait()
+    best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
-        for i, a in enumerate(matrices):
-            begin = time.perf_counter()
-            a @ a
-            best[i] = min(best[i], time.perf_counter() - begin)
-    return best[0] / best[1]
+        began = time.perf_counter()
+        a @ a
+        wait()
+        best = min(best, time.perf_counter() - began)
+    return 2 * n ** 3 / best
 
 
-def remembered(key: str, measure: Callable[[], float]) -> float:
-    """What was measured once on this machine, so that two runs of one seed choose alike."""
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forge" / "measured.json"
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Equal to the bit, run after run. It must hold before the model is compiled: without it a compiled embedding
+    backward adds in any order."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # read when cuBLAS is first used
+    settings: Any = torch.utils.deterministic      # a module with a property, which its type does not know
+    before, fill = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(on)
+    settings.fill_uninitialized_memory = False
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(known[key], float):
-            return known[key]
-    except (OSError, ValueError, KeyError, TypeError):
-        known = {}
-    value = measure()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps((known if isinstance(known, dict) else {}) | {key: value}, indent=1) + "\n")
-        partial.replace(path)
-    except OSError:
-        pass        # a home that cannot be written: measured again next time
-    return value
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        settings.fill_uninitialized_memory = fill
 
 
 def compiler() -> str | None:

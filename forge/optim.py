@@ -34,11 +34,13 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum (Nesterov) orthogonalized, for matrices; those of one shape go through Newton-Schulz together.
 
-    Arguments and results are those of torch.optim.Muon; weight_decay is decoupled.
+    Arguments and results are those of torch.optim.Muon; weight_decay is decoupled. dtype: of Newton-Schulz, which is
+    bfloat16 there.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, momentum: float,
-                 adjust_lr_fn: str) -> None:
+                 adjust_lr_fn: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.dtype = dtype
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum,
                                   "adjust_lr_fn": adjust_lr_fn})
 
@@ -53,7 +55,7 @@ class Muon(torch.optim.Optimizer):
                 moments = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
                 grads = [p.grad for p in params if p.grad is not None]
                 torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
-                updates = orthogonalize(torch.stack(torch._foreach_lerp(grads, moments, group["momentum"])))
+                updates = orthogonalize(torch.stack(torch._foreach_lerp(grads, moments, group["momentum"])).to(self.dtype))
                 lr = group["lr"] * shape_factor(shape, group["adjust_lr_fn"])
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(params, list(updates.to(params[0].dtype)), alpha=-lr)
@@ -67,12 +69,16 @@ def shape_factor(shape: torch.Size, adjust_lr_fn: str) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-def optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
-    """The optimizers that OPTIMIZERS names, over all parameters; vectors (norms, biases) are not decayed."""
-    return OPTIMIZERS[config.optimizer](model, config)
+def optimizers(model: nn.Module, config: OptimConfig, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+    """The optimizers that OPTIMIZERS names, over all parameters; vectors (norms, biases) are not decayed.
+
+    dtype: in which the machine multiplies fastest, for Muon's products; weights and moments are float32.
+    """
+    return OPTIMIZERS[config.optimizer](model, config, dtype)
 
 
-def adamw(model: nn.Module, config: OptimConfig, but: Iterable[nn.Parameter] = ()) -> list[torch.optim.Optimizer]:
+def adamw(model: nn.Module, config: OptimConfig, dtype: torch.dtype, but: Iterable[nn.Parameter] = ()
+          ) -> list[torch.optim.Optimizer]:
     taken = {id(p) for p in but}
     params = [p for p in model.parameters() if id(p) not in taken]
     groups = [{"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -81,14 +87,15 @@ def adamw(model: nn.Module, config: OptimConfig, but: Iterable[nn.Parameter] = (
                               fused=True)]
 
 
-def muon(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
+def muon(model: nn.Module, config: OptimConfig, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
     """The matrices inside the blocks by Muon; embeddings, head, gains and biases by AdamW."""
     hidden = [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2]
-    return [Muon(hidden, config.muon_lr, config.weight_decay, config.momentum, config.adjust_lr_fn),
-            *adamw(model, config, but=hidden)]
+    return [Muon(hidden, config.muon_lr, config.weight_decay, config.momentum, config.adjust_lr_fn, dtype),
+            *adamw(model, config, dtype, but=hidden)]
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module, OptimConfig], list[torch.optim.Optimizer]]] = {"adamw": adamw, "muon": muon}
+OPTIMIZERS: dict[str, Callable[[nn.Module, OptimConfig, torch.dtype], list[torch.optim.Optimizer]]] = {
+    "adamw": adamw, "muon": muon}
 
 
 def cosine(progress: float, config: OptimConfig) -> float:

@@ -5,14 +5,15 @@ GPT-2's shapes are those of the paper's table 2 (Radford et al. 2019) with the l
 
 from __future__ import annotations
 
-from forge.config import Config, ModelConfig, OptimConfig, RequestError, TrainConfig, nearest
+from forge.config import Config, DataConfig, ModelConfig, OptimConfig, RequestError, TrainConfig, nearest
 
 
 def gpt2(name: str, n_layers: int, dim: int, n_heads: int, lr: float) -> Config:
     model = ModelConfig(vocab_size=50_257, seq_len=1024, dim=dim, n_layers=n_layers, n_heads=n_heads, norm="layer",
                         mlp="gelu", position="learned", qk_norm=False, bias=True, tied=True)
     optim = OptimConfig(optimizer="adamw", lr=lr, min_lr=0.1, warmup_steps=700)
-    return Config(preset=name, model=model, optim=optim, train=TrainConfig(batch_tokens=524_288))
+    return Config(preset=name, model=model, data=DataConfig(tokenizer="gpt2"), optim=optim,
+                  train=TrainConfig(batch_tokens=524_288))
 
 
 def modern(name: str, n_layers: int, dim: int, n_heads: int, n_kv_heads: int, ffn_dim: int, seq_len: int,

@@ -19,14 +19,14 @@ from rich.console import Console
 from torch import Tensor
 
 from forge import checkpoint, config, machine, optim
+from forge.choices import choose
 from forge.config import Config, Failure, Interrupted, RequestError
 from forge.data import prepare
 from forge.data.loader import Tokens, needs_mask, train_batch
 from forge.evaluation import score
-from forge.generate import generate, load_weights
+from forge.generate import Sampling, complete, load_weights
 from forge.metrics import Metrics, duration
 from forge.model.transformer import Transformer, init_weights
-from forge.ops.attention import BACKENDS, Case, verdicts
 from forge.tokenizer import KINDS, Tokenizer
 
 TOKENS_PER_PARAMETER = 20       # the default budget (Hoffmann et al. 2022, arXiv:2203.15556) ...
@@ -132,8 +132,8 @@ def new_run(c: Config, folder: Path, say: Say) -> Config:
                                    f"{old}; leave it out, or begin without --init")
         checkpoint.load(Path(str(c.init)), "best")      # whole, before anything is made
         say(f"weights: the best of {c.init}")
-    c = machine_choices(c, device, needs_mask(train_tokens, c.model.seq_len), say)
     c = budget(c, train_tokens, len(Tokens(data / "valid", tokenizer.hash)), say)
+    c = choose(c, device, needs_mask(train_tokens, c.model.seq_len), say)
     config.save_json(c, folder / "config.json")
     (folder / "environment.json").write_text(json.dumps(machine.environment(device), indent=1) + "\n")
     return c
@@ -147,50 +147,6 @@ def prepared_tokenizer(c: Config, data: Path) -> Tokenizer:
         raise RequestError(f"{data} is prepared: its validation part and its tokenizer ({made.kind}, {made.vocab_size:,} "
                            "tokens) stand; leave --data.valid, --data.tokenizer and --data.bpe-vocab out, or prepare anew")
     return made if asked is None or asked in KINDS else Tokenizer.load(asked)
-
-
-def machine_choices(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
-    """Device, dtype, compile, threads, attention backend and micro-batch, found once and said with the reason."""
-    m, t = c.model, c.train
-    machine.require_memory(c, device)
-    dtype, why = machine.pick_dtype(t.dtype, device)
-    compiler = machine.compiler()
-    compiles = compiler is not None if t.compile is None else t.compile
-    if compiles and not compiler:
-        raise RequestError("--train.compile True: no C++ compiler is here (g++ or clang++, or the one that CXX names); "
-                           "install one, or leave it out and train uncompiled")
-    say(f"device: {device.type}, {torch.get_num_threads()} threads, {str(dtype)[6:]} ({why}), "
-        + ("compiled" if compiles else "not compiled" if t.compile is False else
-           "not compiled: no C++ compiler is here; with one (apt install g++) a step takes three quarters of the time"))
-    windowed = any(m.layer_window(layer) for layer in range(m.n_layers))
-    case = Case(device.type, dtype, m.head_dim, m.n_heads != m.n_kv_heads, square=True, single=m.seq_len == 1, causal=True,
-                window=windowed, starts=mask, softcap=False, lse=False)
-    if t.attention != "auto":
-        require_backend(t.attention, case)
-    found = verdicts(case) if t.attention == "auto" else {t.attention: None}
-    attention = list(found)[-1]
-    refused = "; ".join(f"{name}: {reason}" for name, reason in found.items() if reason)
-    say(f"attention: {attention}" + (f" ({refused})" if refused else ""))
-    measured: dict[str, Any] = {"device": device.type, "dtype": str(dtype)[6:], "compile": compiles,
-                                "threads": torch.get_num_threads(), "attention": attention}
-    c = replace(c, train=replace(t, **measured))
-    rows = t.micro_batch or machine.micro_batch(c, device, dtype)
-    sequences = t.batch_tokens // m.seq_len
-    say(f"model: {m.n_layers} layers of width {m.dim}, {m.n_heads} heads of {m.head_dim}, MLP of {m.ffn_dim}, "
-        f"{m.parameters:,} parameters, {m.flops_per_token() / 1e6:,.0f} MFLOP a token")
-    say(f"batch: {t.batch_tokens:,} tokens a step = {sequences} windows of {m.seq_len}"
-        + (f", {rows} at a time" if rows != sequences else ""))
-    return replace(c, train=replace(c.train, micro_batch=rows))
-
-
-def require_backend(name: str, case: Case) -> None:
-    """Raises RequestError unless there is such a backend and it can do this."""
-    if name not in BACKENDS:
-        raise RequestError(f"--train.attention {name}: there is no such backend; "
-                           f"{config.nearest(name, ['auto', *BACKENDS])}")
-    if reason := BACKENDS[name].supports(case):
-        raise RequestError(f"--train.attention {name}: {reason}; leave it out, or name another of "
-                           f"{', '.join(BACKENDS)}")
 
 
 def budget(c: Config, tokens: Tokens, valid_tokens: int, say: Say) -> Config:
@@ -251,22 +207,6 @@ class Stop:
                 signal.signal(n, handler)
 
 
-@contextmanager
-def deterministic(on: bool) -> Iterator[None]:
-    """Equal to the bit, run after run. It must hold before the model is compiled: without it a compiled embedding
-    backward adds in any order."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # read when cuBLAS is first used
-    settings: Any = torch.utils.deterministic      # a module with a property, which its type does not know
-    before, fill = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(on)
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        settings.fill_uninitialized_memory = fill
-
-
 class Progress(NamedTuple):
     """How far a run is, kept in a checkpoint's state.json."""
 
@@ -302,7 +242,7 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
     t, m, device = c.train, c.model, machine.pick_device(c.train.device)
     machine.settle_cpu(t.threads)
     stop = Stop()
-    with deterministic(t.deterministic), stop.listening():
+    with machine.deterministic(t.deterministic), stop.listening():
         tokenizer = Tokenizer.load(run / "tokenizer.json")
         data = prepare.folder_of(run)
         tokens, valid = (Tokens(data / part, tokenizer.hash) for part in ("train", "valid"))
@@ -311,7 +251,7 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
         with torch.device("meta"):
             model = Transformer(m, getattr(torch, t.dtype), t.attention)
         model.to_empty(device=device)
-        optimizers = optim.optimizers(model, c.optim)
+        optimizers = optim.optimizers(model, c.optim, getattr(torch, t.dtype))
         at = restore(run, c, model, optimizers)
         if at.of(c) >= 1:
             say(console, f"{run} is finished: step {at.step:,}. To go on, give it a larger budget: {longer(c, at)}; "
@@ -399,10 +339,9 @@ def check(loss: Tensor, grad_norm: Tensor, step: int, run: Path) -> None:
 def write(model: Transformer, tokenizer: Tokenizer, seed: int, n: int = 120) -> str:
     """A short text of the model as it is."""
     model.eval()
-    with torch.compiler.set_stance("force_eager"):      # one token at a time is no shape to compile for
-        text = tokenizer.decode(generate(model, [tokenizer.eot], n, temperature=0.8, seed=seed, eot=tokenizer.eot))
+    written = complete(model, tokenizer, [""], max_new_tokens=n, sampling=Sampling(temperature=0.8), seed=seed)
     model.train()
-    return text
+    return written[0].text
 
 
 def longer(c: Config, at: Progress) -> str:

@@ -214,9 +214,9 @@ def broken(kind: str) -> ModuleType:
 @pytest.mark.parametrize(("kind", "words"), [("leaks", "future"), ("off", "output is off"), ("raises", "no kernel image")])
 def test_a_broken_backend_is_refused_with_its_reason(kind: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "sdpa", broken(kind))
-    module.verdicts.cache_clear()
+    module.verdict.cache_clear()
     found = verdicts(CASE)
-    module.verdicts.cache_clear()
+    module.verdict.cache_clear()
     assert words in str(found["sdpa"])
     assert found["blocked"] is None
     assert list(found) == ["sdpa", "blocked"]

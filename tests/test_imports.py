@@ -13,7 +13,7 @@ import forge
 ROOT = Path(forge.__file__).parent
 # a module may import those before it; within one entry, files may import each other but not in a circle
 LAYERS = (("config",), ("presets", "tokenizer", "machine", "ops", "checkpoint", "metrics"), ("data", "model", "optim"),
-          ("generate",), ("evaluation",), ("training",), ("cli",))
+          ("choices", "generate"), ("tasks",), ("evaluation",), ("training", "view"), ("bench", "doctor"), ("cli",))
 NEVER = {("data", "model"), ("model", "machine"), ("model", "checkpoint"), ("checkpoint", "ops"), ("ops", "presets")}
 
 

@@ -62,7 +62,7 @@ def test_adamw_equals_a_float64_step_written_out() -> None:
     model = tiny()
     config = OptimConfig(optimizer="adamw", lr=0.01, weight_decay=0.1)
     before = {n: p.detach().double() for n, p in model.named_parameters()}
-    optimizer, = optimizers(model, config)
+    optimizer, = optimizers(model, config, torch.float32)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.step()
@@ -77,7 +77,7 @@ def test_adamw_equals_a_float64_step_written_out() -> None:
 def test_every_parameter_has_one_optimizer_and_hidden_matrices_have_muon() -> None:
     model = tiny()
     for name in OPTIMIZERS:
-        made = optimizers(model, OptimConfig(optimizer=name))  # type: ignore[arg-type]
+        made = optimizers(model, OptimConfig(optimizer=name), torch.float32)  # type: ignore[arg-type]
         owners = [id(p) for o in made for g in o.param_groups for p in g["params"]]
         assert sorted(owners) == sorted(id(p) for p in model.parameters())
     by_muon = {id(p) for g in made[0].param_groups for p in g["params"]}
@@ -97,14 +97,14 @@ def test_schedules_rise_hold_and_fall(schedule: str) -> None:
 
 
 def test_set_lr_scales_each_optimizers_own_peak() -> None:
-    made = optimizers(tiny(), OptimConfig(lr=0.01, muon_lr=0.2))
+    made = optimizers(tiny(), OptimConfig(lr=0.01, muon_lr=0.2), torch.float32)
     set_lr(made, 0.5)
     assert [g["lr"] for o in made for g in o.param_groups] == [0.1, 0.005, 0.005]
 
 
 def test_moments_come_back() -> None:
     models = [tiny(), tiny()]
-    made = [optimizers(m, OptimConfig()) for m in models]
+    made = [optimizers(m, OptimConfig(), torch.float32) for m in models]
 
     def step(i: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -88,7 +88,7 @@ def test_compiled_and_killed_twice_equals_uninterrupted(text_file: Path) -> None
     command = [sys.executable, "-m", "forge.cli", "train"]
     arguments = [str(text_file), "--model.dim", "16", "--model.n-heads", "2", "--model.n-layers", "1", "--model.seq-len",
                  "32", "--train.batch-tokens", "256", "--train.steps", "60", "--train.save-every", "5", "--model.dropout",
-                 "0.1"]
+                 "0.1", "--train.compile", "True"]
     subprocess.run([*command, *arguments, "--run", "whole"], check=True, capture_output=True)
     begin = [*arguments, "--run", "parts"]
     for step in (10, 30):

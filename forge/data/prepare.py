@@ -192,7 +192,7 @@ def encode(pieces: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[tuple[np.n
     """(ids, bytes, whether a document ends) in order, many pieces at a time; equal to encoding each document whole."""
     batch: list[Piece] = []
     size = 0
-    for piece in stretch(pieces):
+    for piece in stretch(pieces, tokenizer.cuttable):
         batch.append(piece)
         size += len(piece.text)
         if size >= 16 * tokenizers.PIECE:
@@ -206,11 +206,17 @@ def encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> Iterator[tuple[np.
         yield ids, len(text.encode("utf-8")), ends
 
 
-def stretch(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """The documents cut anew, only where no token spans the cut: what follows the last such place is held back."""
+def stretch(pieces: Iterator[Piece], cuttable: bool = True) -> Iterator[Piece]:
+    """The documents cut anew, only where no token spans the cut: what follows the last such place is held back. Not
+    cuttable: each document is held until it is whole."""
     held = ""
     for text, ends in pieces:
         held += text
+        if not cuttable:
+            if ends:
+                yield Piece(held, True)
+                held = ""
+            continue
         parts = list(tokenizers.stretches([held], tokenizers.PIECE))
         held = "" if ends else parts.pop() if parts else ""
         for i, part in enumerate(parts):

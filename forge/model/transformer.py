@@ -6,6 +6,8 @@ Weights are float32 masters; every matrix is used in the dtype of the activation
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -17,23 +19,48 @@ from forge.ops.cross_entropy import linear_cross_entropy
 
 
 class Cache:
-    """Keys and values of the tokens so far, for decoding: (B, capacity, K, D) a layer."""
+    """Keys and values of the tokens of one sequence so far, for decoding: (capacity, K, D) a layer."""
 
-    def __init__(self, config: ModelConfig, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (config.n_layers, batch, capacity, config.n_kv_heads, config.head_dim)
+    def __init__(self, config: ModelConfig, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
+        shape = (config.n_layers, 1, capacity, config.n_kv_heads, config.head_dim)
         self.k, self.v = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
+        self.rope = rope_tables(capacity, config.head_dim, config.rope_base, device, dtype)
         self.capacity, self.length = capacity, 0
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the new keys and values (B, T, K, D) of a layer and returns all (B, length + T, K, D)."""
-        end = self.length + k.shape[1]
-        self.k[layer, :, self.length:end], self.v[layer, :, self.length:end] = k, v
+        """Stores the new keys and values (T, K, D) of a layer and returns all (1, length + T, K, D)."""
+        end = self.length + k.shape[0]
+        self.k[layer, 0, self.length:end], self.v[layer, 0, self.length:end] = k, v
         return self.k[layer, :, :end], self.v[layer, :, :end]
 
 
 class Linear(nn.Linear):
+    packed: Tensor | None = None        # the weight as decoding reads it, set by `packed` below
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return product(x, self.packed, self.bias)
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear with a weight that `pack` made."""
+    bias = None if bias is None else bias.to(x.dtype)
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def pack(weight: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
+    """The weight in the dtype of the computation; on a CPU in oneDNN's own order for products of few rows.
+
+    There a row of 2 to `rows` comes out the same to the bit, and bfloat16 runs at the speed of memory; with the plain
+    order neither holds.
+    """
+    weight = weight.detach().to(dtype)
+    if weight.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available():
+        return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return weight
 
 
 class Norm(nn.Module):
@@ -53,12 +80,11 @@ class Norm(nn.Module):
         return y.to(x.dtype)
 
 
-def rope_tables(first: int, T: int, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
-                ) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, D/2) of positions first .. first + T. Source: RoFormer, arXiv:2104.09864 eq. 34."""
+def rope_tables(T: int, head_dim: int, base: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, 1, D/2) of positions 0 .. T. Source: RoFormer, arXiv:2104.09864 eq. 34."""
     wide = torch.promote_types(dtype, torch.float32)
     frequencies = base ** (-torch.arange(0, head_dim, 2, device=device, dtype=wide) / head_dim)
-    angles = torch.arange(first, first + T, device=device, dtype=wide)[:, None, None] * frequencies
+    angles = torch.arange(T, device=device, dtype=wide)[:, None, None] * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -80,8 +106,8 @@ class Attention(nn.Module):
         self.q_norm: nn.Module = Norm(D) if config.qk_norm else nn.Identity()
         self.k_norm: nn.Module = Norm(D) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, starts: Tensor | None, rope: tuple[Tensor, Tensor] | None, cache: Cache | None
-                ) -> Tensor:
+    def forward(self, x: Tensor, starts: Tensor | None, rope: tuple[Tensor, Tensor] | None,
+                caches: Sequence[Cache] | None) -> Tensor:
         B, T, _ = x.shape
         c = self.config
         q = self.q_norm(self.wq(x).view(B, T, c.n_heads, c.head_dim))
@@ -89,10 +115,14 @@ class Attention(nn.Module):
         v = self.wv(x).view(B, T, c.n_kv_heads, c.head_dim)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        out = attention(q, k, v, window=self.window, starts=starts, backend=self.backend if self.training else None)
-        assert isinstance(out, Tensor)
+        if caches is None:
+            out = attention(q, k, v, window=self.window, starts=starts, backend=self.backend if self.training else None)
+            assert isinstance(out, Tensor)
+        else:               # row by row: each sequence has a length of its own
+            out = torch.zeros_like(q)
+            for row, cache in enumerate(caches):
+                seen = cache.append(self.layer, k[row], v[row])
+                out[row] = attention(q[row:row + 1], *seen, window=self.window)[0]
         return self.wo(out.reshape(B, T, c.n_heads * c.head_dim))
 
 
@@ -122,9 +152,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, starts: Tensor | None, rope: tuple[Tensor, Tensor] | None, cache: Cache | None
-                ) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), starts, rope, cache))
+    def forward(self, x: Tensor, starts: Tensor | None, rope: tuple[Tensor, Tensor] | None,
+                caches: Sequence[Cache] | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), starts, rope, caches))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -133,6 +163,8 @@ class Transformer(nn.Module):
 
     dtype: of the computation. backend: of attention in training; None lets each call choose.
     """
+
+    packed_head: Tensor | None = None
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, backend: str | None = None) -> None:
         super().__init__()
@@ -154,35 +186,54 @@ class Transformer(nn.Module):
         return linear_cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten(), softcap=c.softcap,
                                     z_loss=c.z_loss if self.training else 0.0)
 
-    def hidden(self, inputs: Tensor, starts: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """(B, T, C) for the tokens (B, T), which follow those in the cache. Raises ValueError past the last learned
-        position or the cache's end.
+    def hidden(self, inputs: Tensor, starts: Tensor | None = None, caches: Sequence[Cache] | None = None) -> Tensor:
+        """(B, T, C) for the tokens (B, T), row b after those in caches[b], which takes them in; rows without a cache are
+        padding. Raises ValueError past the last learned position or a cache's end.
         """
-        c, T = self.config, inputs.shape[1]
-        first = 0 if cache is None else cache.length
-        if cache is not None and first + T > cache.capacity:
-            raise ValueError(f"{first + T} tokens do not fit into a cache of {cache.capacity}")
+        c, (B, T) = self.config, inputs.shape
+        firsts = [0] * B if caches is None else [cache.length for cache in caches] + [0] * (B - len(caches))
+        if caches and max(firsts) + T > caches[0].capacity:
+            raise ValueError(f"{max(firsts) + T} tokens do not fit into a cache of {caches[0].capacity}")
         x = self.embedding(inputs)
         rope = None
         if self.position is not None:
-            if first + T > c.seq_len:
-                raise ValueError(f"{first + T} tokens: the model has learned {c.seq_len} positions")
-            x = x + self.position(torch.arange(first, first + T, device=inputs.device))
+            if max(firsts) + T > c.seq_len:
+                raise ValueError(f"{max(firsts) + T} tokens: the model has learned {c.seq_len} positions")
+            positions = torch.arange(T, device=inputs.device)
+            x = x + self.position(positions if caches is None else torch.stack([positions + first for first in firsts]))
+        elif caches is None:
+            rope = rope_tables(T, c.head_dim, c.rope_base, inputs.device, self.dtype)
         else:
-            rope = rope_tables(first, T, c.head_dim, c.rope_base, inputs.device, self.dtype)
+            cos, sin = (torch.stack([table[first:first + T] for first in firsts]) for table in caches[0].rope)
+            rope = cos, sin
         x = self.dropout(x.to(self.dtype))
         for block in self.blocks:
-            x = block(x, starts, rope, cache)
-        if cache is not None:
+            x = block(x, starts, rope, caches)
+        for cache in caches or ():
             cache.length += T
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., V) in float32 or wider, from (..., C)."""
-        logits = F.linear(x, self.head_weight.to(x.dtype))
+        weight = self.head_weight.to(x.dtype) if self.packed_head is None else self.packed_head
+        logits = product(x, weight, None)
         logits = logits.to(torch.promote_types(x.dtype, torch.float32))
         softcap = self.config.softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    @contextmanager
+    def packed(self, rows: int) -> Iterator[None]:
+        """While it holds, products read weights that `pack` made for up to so many rows; the weights must not change."""
+        linears = [module for module in self.modules() if isinstance(module, Linear) and module is not self.head]
+        try:
+            for module in linears:
+                module.packed = pack(module.weight, self.dtype, rows)
+            self.packed_head = pack(self.head_weight, self.dtype, rows)
+            yield
+        finally:
+            self.packed_head = None
+            for module in linears:
+                module.packed = None
 
     @property
     def head_weight(self) -> Tensor:

@@ -86,17 +86,29 @@ def choose(*case: Any) -> str:
     return next(name for name, reason in verdicts(Case(*case)).items() if reason is None)
 
 
-@functools.cache
 def verdicts(case: Case) -> dict[str, str | None]:
-    """Each backend up to the one taken: None for that, and why not for those before it. Asked once a process."""
+    """Each backend up to the one taken: None for that, and why not for those before it."""
     found: dict[str, str | None] = {}
-    for name, module in BACKENDS.items():
-        found[name] = module.supports(case) or probe(name, case)
+    for name in BACKENDS:
+        found[name] = verdict(name, case)
         if found[name] is None:
             return found
     raise RuntimeError(f"no attention backend passed for {case}: {found}")
 
 
+def passing(case: Case) -> list[str]:
+    """All backends that can do this and pass their probe, but `reference`, whose memory is T², only when it is alone."""
+    names = [name for name in BACKENDS if verdict(name, case) is None]
+    return [name for name in names if name != "reference"] or names
+
+
+@functools.cache
+def verdict(name: str, case: Case) -> str | None:
+    """None, or why a backend is not taken here. Asked once a process."""
+    return BACKENDS[name].supports(case) or probe(name, case)
+
+
+@torch.inference_mode(False)
 def probe(name: str, case: Case) -> str | None:
     """None, or what is wrong with a backend here: it differs from the reference, or a later key changes a query.
 

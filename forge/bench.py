@@ -1,0 +1,181 @@
+"""forge bench: how fast this machine trains and writes, by the loop that trains and the code that writes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity
+
+from forge import machine
+from forge.config import Config, RequestError, load_json
+from forge.generate import ROWS, Row, next_logits
+from forge.model.transformer import Transformer, init_weights
+from forge.training import train
+
+WARM_STEPS = 3
+PROFILED_STEPS = 4
+BUDGET_STEPS = 100_000      # as a long run would choose, of which only the first steps are taken
+BYTE_PRESETS = ("shakespeare", "gpt-10m")       # the others are made for a large vocabulary
+
+
+class Enough(Exception):
+    """The steps to be measured are done."""
+
+
+def bench_train(config: Config, *, steps: int = 20, profile: bool = False) -> dict[str, Any]:
+    """{measured, config, environment} of a training run that is broken off after some steps; with profile also
+    {profile: {part: (ms of a step, share)}}.
+
+    The run is that of forge.training.train, in a folder that is removed; a preset made for a large vocabulary takes
+    GPT-2's tokenizer. Raises RequestError as train does.
+    """
+    if config.data.tokenizer is None and not config.data.text and config.preset not in BYTE_PRESETS:
+        config = replace(config, data=replace(config.data, tokenizer="gpt2"))
+    last = WARM_STEPS + steps + (PROFILED_STEPS if profile else 1)      # the last is broken off, without a record
+    config = replace(config, train=replace(config.train, steps=BUDGET_STEPS, tokens=None, minutes=None, eval_every=0,
+                                           sample_every=0, save_every=0))
+    profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *(
+        [ProfilerActivity.CUDA] if torch.cuda.is_available() else [])])
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")      # the profiler's own lines
+    counted, before = 0, 0.0
+
+    def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        nonlocal counted, before
+        if not isinstance(optimizer, torch.optim.AdamW):        # each step ends with AdamW's
+            return
+        counted += 1
+        if profile and counted == last - PROFILED_STEPS:
+            profiler.start()
+            before = time.perf_counter()
+        if counted == last:
+            raise Enough
+
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Path(scratch) / "run"
+        hook = register_optimizer_step_post_hook(after_step)
+        spoken = io.StringIO()
+        print(f"bench: {last} steps of the preset {config.preset} ...", file=sys.stderr)
+        try:
+            with contextlib.redirect_stdout(spoken), contextlib.suppress(Enough):
+                train(config, run=run)
+        finally:
+            hook.remove()
+        profiled_s = time.perf_counter() - before
+        if profile:
+            profiler.stop()
+        config = load_json(run / "config.json")
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in spoken.getvalue().splitlines():
+        if line.startswith(("device:", "attention:", "model:", "batch:")):
+            print(line)
+    device = torch.device(config.train.device)
+    ms = sorted(r["step_ms"] for r in records[WARM_STEPS:WARM_STEPS + steps])
+    median = statistics.median(ms)
+    tokens_per_s = 1000 * config.train.batch_tokens / median
+    flops = config.model.flops_per_token() * tokens_per_s
+    peak = machine.matmul_flops(device, getattr(torch, config.train.dtype))
+    measured = {
+        "tokens per s": tokens_per_s, "step ms": median, "fastest step ms": ms[0], "slowest step ms": ms[-1],
+        "compile s": max(0.0, (records[0]["step_ms"] - median) / 1000) if config.train.compile else 0.0,
+        "TFLOP/s": flops / 1e12, f"of a {config.train.dtype} product's TFLOP/s": peak / 1e12,
+        "share of it, %": 100 * flops / peak,
+        "peak memory MB": peak_memory(device) / 1e6}
+    result: dict[str, Any] = {"measured": measured}
+    if profile:
+        result["profile"] = parts(profiler.events() or [], 1000 * profiled_s / PROFILED_STEPS, device)
+    return result | {"config": asdict(config), "environment": machine.environment(device)}
+
+
+MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise", "mkl::_mkl_linear")
+
+
+def part_of(event: FunctionEvent) -> str:
+    """Which part of a step an operation belongs to, by its name and those of the operations that called it."""
+    above: FunctionEvent | None = event
+    while above is not None:
+        if above.name.startswith("Optimizer."):
+            return "optimizer: " + above.name.split("#")[1].split(".")[0]
+        if "linear_cross_entropy" in above.name:
+            return "head and loss"
+        if "attention" in above.name.lower():
+            return "attention"
+        above = above.cpu_parent
+    if event.name in MATMULS:
+        return "matrix products of the layers"
+    if "Compiled" in event.name:
+        return "compiled: norms, rope, activations, sums"
+    if "foreach" in event.name or "norm" in event.name:
+        return "gradient norm and clipping" if "foreach" in event.name else "norms"
+    return "other operations"
+
+
+def parts(events: Iterable[FunctionEvent], step_ms: float, device: torch.device) -> dict[str, tuple[float, float]]:
+    """{part: (ms of a step, its share)}, largest first; what no operation accounts for is Python, data and waiting."""
+    ms: dict[str, float] = {}
+    for event in events:
+        own = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        ms[part_of(event)] = ms.get(part_of(event), 0.0) + own / 1000 / PROFILED_STEPS
+    ms["Python, data, waiting"] = max(0.0, step_ms - sum(ms.values()))
+    return {name: (part, part / step_ms) for name, part in sorted(ms.items(), key=lambda item: -item[1])}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the device's allocator on a GPU, of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def bench_generate(config: Config, *, prompt_tokens: int = 128, new_tokens: int = 64, batches: Sequence[int] = (1, 8),
+                   dtypes: Sequence[str] = ("float32", "bfloat16"), device: str = "auto") -> dict[str, Any]:
+    """{measured: a row for each dtype and batch, environment}: tokens a second of reading prompts and of writing.
+
+    The model has the preset's shape and random weights. Raises RequestError for numbers that do not fit.
+    """
+    m = replace(config.model, vocab_size=config.model.vocab_size or 32_768).resolve()
+    if min(prompt_tokens, new_tokens, *batches) < 1 or prompt_tokens + new_tokens > m.seq_len or max(batches) > ROWS:
+        raise RequestError(f"{prompt_tokens} prompt tokens and {new_tokens} new ones in batches of {tuple(batches)}: each "
+                           f"is at least 1, together the tokens fit into the context of {m.seq_len}, and a batch holds at "
+                           f"most {ROWS}")
+    place = machine.pick_device(device)
+    machine.settle_cpu()
+    rows = []
+    for dtype in dtypes:
+        with torch.device("meta"):
+            model = Transformer(m, getattr(torch, dtype))
+        model.to_empty(device=place).eval()
+        init_weights(model, 0)
+        with model.packed(ROWS):
+            for batch in batches:
+                random = torch.Generator().manual_seed(0)
+                prompts = torch.randint(m.vocab_size, (batch, prompt_tokens), generator=random).tolist()
+                speeds = []
+                for _ in range(3):      # the best of three
+                    texts = [Row(list(prompt)) for prompt in prompts]
+                    took = []
+                    for _ in range(new_tokens):
+                        began = time.perf_counter()
+                        for row, token in zip(texts, next_logits(model, texts).argmax(1).tolist()):
+                            row.ids.append(token)
+                        took.append(time.perf_counter() - began)
+                    speeds.append((batch * prompt_tokens / took[0], batch * (new_tokens - 1) / sum(took[1:])
+                                   if new_tokens > 1 else 0.0))
+                rows.append({"dtype": dtype, "batch": batch, "prompt_tokens_per_s": max(s[0] for s in speeds),
+                             "new_tokens_per_s": max(s[1] for s in speeds)})
+    return {"measured": rows, "preset": config.preset, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens,
+            "environment": machine.environment(place)}

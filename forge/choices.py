@@ -1,0 +1,172 @@
+"""What a run takes by measurement: dtype, attention, threads, compile. Found once, remembered, kept in its config.
+
+On a CPU the candidates take training steps of the model's own shape, two layers deep; elsewhere the choice is a rule.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import InductorError
+
+from forge import machine
+from forge.config import Config, ModelConfig, RequestError, TrainConfig, nearest
+from forge.model.transformer import Transformer, init_weights
+from forge.ops.attention import BACKENDS, Case, passing, verdicts
+
+Say = Callable[[str], None]
+
+TRIAL_TOKENS = 2048     # in a trial step, or one window
+TRIAL_S = 0.7           # for each candidate, or three steps
+BETTER = 0.95           # a candidate takes over when it needs less than this part of the time
+COMPILE_S = 20          # what compiling takes with an empty cache ...
+COMPILE_GAIN = 0.25     # ... and the part of a step that it usually saves (docs/RESULTS.md)
+
+
+def choose(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
+    """The config with device, dtype, threads, compile, attention and micro-batch filled in, each said with its reason.
+
+    mask: whether windows hold several documents. Raises RequestError for what was asked for and cannot be had.
+    """
+    m, t = c.model, c.train
+    machine.require_memory(c, device)
+    compiler = machine.compiler()
+    if t.compile and not compiler:
+        raise RequestError("--train.compile True: no C++ compiler is here (g++ or clang++, or the one that CXX names); "
+                           "install one, or leave it out and train uncompiled")
+    first = "bfloat16" if t.dtype == "auto" and device.type == "cuda" else "float32" if t.dtype == "auto" else t.dtype
+    fits = case(m, device, first, mask)
+    if t.attention != "auto":
+        require_backend(t.attention, fits)
+    start = replace(t, device=device.type, dtype=first, threads=torch.get_num_threads(),  # type: ignore[arg-type]
+                    attention=passing(fits)[0] if t.attention == "auto" else t.attention,
+                    compile=compiler is not None if t.compile is None else t.compile)
+    rows = t.micro_batch or machine.micro_batch(replace(c, train=start), device, getattr(torch, first))
+    start = replace(start, micro_batch=rows)
+    chosen, why = by_trial(c, start, mask) if device.type == "cpu" else (start, "")
+    if chosen.compile:
+        compiled = "compiled"
+    elif t.compile is False or compiler:
+        compiled = "not compiled"
+    else:
+        compiled = ("not compiled: no C++ compiler is here; with one (apt install g++) a step takes three quarters of "
+                    "the time")
+    say(f"device: {chosen.device}, {chosen.threads} thread{'s' * (chosen.threads > 1)}, {chosen.dtype}, {compiled}{why}")
+    found = verdicts(case(m, device, chosen.dtype, mask))
+    refused = "; ".join(f"{name}: {reason}" for name, reason in found.items() if reason)
+    say(f"attention: {chosen.attention}" + (f" ({refused})" if refused else ""))
+    sequences = t.batch_tokens // m.seq_len
+    say(f"model: {m.n_layers} layers of width {m.dim}, {m.n_heads} heads of {m.head_dim}, MLP of {m.ffn_dim}, "
+        f"{m.parameters:,} parameters, {m.flops_per_token() / 1e6:,.0f} MFLOP a token")
+    say(f"batch: {t.batch_tokens:,} tokens a step = {sequences} windows of {m.seq_len}"
+        + (f", {rows} at a time" if rows != sequences else ""))
+    return replace(c, train=chosen)
+
+
+def case(m: ModelConfig, device: torch.device, dtype: str, mask: bool) -> Case:
+    """What training asks of attention."""
+    windowed = any(m.layer_window(layer) for layer in range(m.n_layers))
+    return Case(device.type, getattr(torch, dtype), m.head_dim, m.n_heads != m.n_kv_heads, square=True,
+                single=m.seq_len == 1, causal=True, window=windowed, starts=mask, softcap=False, lse=False)
+
+
+def require_backend(name: str, case: Case) -> None:
+    """Raises RequestError unless there is such a backend and it can do this."""
+    if name not in BACKENDS:
+        raise RequestError(f"--train.attention {name}: there is no such backend; {nearest(name, ['auto', *BACKENDS])}")
+    if reason := BACKENDS[name].supports(case):
+        raise RequestError(f"--train.attention {name}: {reason}; leave it out, or name another of {', '.join(BACKENDS)}")
+
+
+def by_trial(c: Config, start: TrainConfig, mask: bool) -> tuple[TrainConfig, str]:
+    """The settings of the fastest trial step, and what was measured. What the user named (c.train) is not tried against
+    others; what is left is settled one after the other: dtype, attention, threads, compile."""
+    m, t = c.model, c.train
+    memory = machine.Memory(f"{machine.processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+                            f"deterministic {t.deterministic}, mask {mask}, {asdict(m) | {'n_layers': 2}}")
+    seen: dict[str, float] = {}
+
+    def step_ms(s: TrainConfig, compiled: bool = False) -> float:
+        name = f"{s.dtype}, {s.attention}, {s.threads} thread{'s' * (s.threads > 1)}" + ", compiled" * compiled
+        seen[name] = memory(f"{name}, {s.micro_batch} windows" if compiled else name,
+                            lambda: 1000 * trial_s(m, s, mask, compiled))
+        return seen[name]
+
+    best, best_ms = start, step_ms(start)
+
+    def better(*others: TrainConfig) -> bool:
+        nonlocal best, best_ms
+        before = best_ms
+        for other in others:
+            if (ms := step_ms(other)) < BETTER * best_ms:
+                best, best_ms = other, ms
+        return best_ms < before
+
+    if t.dtype == "auto":
+        better(replace(best, dtype="bfloat16"))
+    if t.attention == "auto":
+        names = passing(case(m, torch.device("cpu"), best.dtype, mask))
+        better(*(replace(best, attention=name) for name in names if name != best.attention))
+    while not t.threads and best.threads > 1 and better(replace(best, threads=best.threads // 2)):
+        pass
+    why = ""
+    if t.compile is None and best.compile:
+        m2 = replace(m, n_layers=min(2, m.n_layers))
+        tokens = (t.batch_tokens / trial_rows(m, best) / m.seq_len) * m.flops_per_token() / m2.flops_per_token()
+        planned_s = (min(x for x in (t.minutes and 60 * t.minutes, t.steps and t.steps * tokens * best_ms / 1000,
+                                     t.tokens and t.tokens / t.batch_tokens * tokens * best_ms / 1000) if x))
+        if planned_s * COMPILE_GAIN < COMPILE_S:
+            best, why = replace(best, compile=False), f": it saves no time in a run of about {planned_s:.0f} s"
+        else:
+            eager_ms = memory(f"{best.dtype}, {best.attention}, {best.threads} threads, {best.micro_batch} windows",
+                              lambda: 1000 * trial_s(m, best, mask, False, best.micro_batch))
+            try:
+                compiled_ms = step_ms(best, compiled=True)
+            except (TorchDynamoException, InductorError) as error:
+                best, why = replace(best, compile=False), f": the compiler failed ({str(error).splitlines()[0]})"
+            else:
+                seen["the same, not compiled"] = eager_ms
+                if compiled_ms >= eager_ms:
+                    best, why = replace(best, compile=False), ": it is no faster"
+    figures = "; ".join(f"{name} {ms:.3g} ms" for name, ms in seen.items())
+    return best, f"{why} (measured on two layers: {figures})" if len(seen) > 1 else why
+
+
+def trial_rows(m: ModelConfig, t: TrainConfig) -> int:
+    return min(t.micro_batch, max(1, TRIAL_TOKENS // m.seq_len))
+
+
+def trial_s(m: ModelConfig, t: TrainConfig, mask: bool, compiled: bool, rows: int = 0) -> float:
+    """Seconds of a forward and backward of two layers as these settings have it: the best of some, after one that
+    does not count. A compiled one has the run's own shape, so that the run finds it compiled."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(t.threads)
+    try:
+        with torch.device("meta"):
+            model = Transformer(replace(m, n_layers=min(2, m.n_layers)), getattr(torch, t.dtype), t.attention)
+        model.to_empty(device="cpu").train()
+        init_weights(model, 0)
+        rows = rows or (t.micro_batch if compiled else trial_rows(m, t))
+        inputs = torch.randint(m.vocab_size, (rows, m.seq_len), generator=torch.Generator().manual_seed(0))
+        starts = torch.zeros_like(inputs, dtype=torch.int32) if mask else None
+        best, began, steps = float("inf"), time.perf_counter(), -1
+        with machine.deterministic(t.deterministic):
+            if compiled:
+                for block in model.blocks:
+                    block.compile(dynamic=False)
+            while steps < 3 or (steps < 30 and time.perf_counter() - began < TRIAL_S):
+                at = time.perf_counter()
+                model(inputs, inputs, starts).backward()
+                model.zero_grad()
+                if steps >= 0:
+                    best = min(best, time.perf_counter() - at)
+                else:
+                    began = time.perf_counter()
+                steps += 1
+        return best
+    finally:
+        torch.set_num_threads(before)
