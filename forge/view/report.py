@@ -42,16 +42,16 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ground: #15181b; --ink: #e3e6e9; --soft: #9aa4ad; --line: #343a40;
   --box: #1d2125; --pale: #3b5a86; --strong: #74aaf2; --valid: #f5924e; } }
 @media print { :root { color-scheme: light; --ground: #fff; --ink: #000; --soft: #444; --line: #ccc; --box: #fff;
-  --pale: #a9c3e6; --strong: #1f5fb4; --valid: #d1560f; } body { padding: 0; } }
+  --pale: #a9c3e6; --strong: #1f5fb4; --valid: #d1560f; } }
 body { max-width: 76rem; margin: 0 auto; padding: 1.5rem; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { margin: 0; font-size: 1.7rem; overflow-wrap: anywhere; } h2 { margin: 2rem 0 .6rem; font-size: 1.2rem; }
 h3 { margin: 0 0 .3rem; font-size: 1rem; } .soft, figcaption, th { color: var(--soft); font-weight: normal; }
 .facts { display: flex; flex-wrap: wrap; gap: .7rem 2.2rem; margin: .8rem 0; }
 .facts div { color: var(--soft); font-size: .9rem; } .facts b { display: block; font-size: 1.15rem; color: var(--ink); }
-.two, .three, .tables { display: grid; gap: 1rem 1.5rem; grid-template-columns: repeat(2, minmax(0, 1fr)); }
+.two, .three { display: grid; gap: 1rem 1.5rem; grid-template-columns: repeat(2, minmax(0, 1fr)); }
 .three { grid-template-columns: repeat(3, minmax(0, 1fr)); margin-top: 1rem; }
-.tables { grid-template-columns: repeat(auto-fill, minmax(20rem, 1fr)); align-items: start; }
+.tables { columns: 20rem; } .tables div { break-inside: avoid; padding-bottom: 1rem; }
 @media screen and (max-width: 50rem) { .two, .three { grid-template-columns: minmax(0, 1fr); } }
 figure { margin: 0; break-inside: avoid; } svg { display: block; width: 100%; height: auto; }
 svg text { font-family: system-ui, sans-serif !important; } .none { padding: 3rem 0; text-align: center; color: var(--soft);
@@ -59,8 +59,10 @@ svg text { font-family: system-ui, sans-serif !important; } .none { padding: 3re
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .15rem 1.2rem .15rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top;
   overflow-wrap: anywhere; }
-pre { margin: 0 0 1rem; padding: .7rem; background: var(--box); border: 1px solid var(--line); white-space: pre-wrap;
+th, td:first-child { white-space: nowrap; }
+pre { margin: 0; padding: .7rem; background: var(--box); border: 1px solid var(--line); white-space: pre-wrap;
   overflow-wrap: anywhere; font-size: .85rem; }
+h2, h3 { break-after: avoid; } @media print { body { padding: 0; font-size: 12px; } }
 """
 
 Point = tuple[float, float, float]      # tokens so far, seconds in steps so far, value
@@ -95,10 +97,12 @@ def report(run: str | Path, out: str | Path | None = None) -> Path:
     page = html(run, read_object(run / "config.json"), read_metrics(run / "metrics.jsonl"))
     partial = out.with_name(f".{out.name}.partial")
     try:
-        partial.write_text(page, encoding="utf-8", errors="backslashreplace")      # half a surrogate pair in a sample
-        partial.replace(out)
+        try:
+            partial.write_text(page, encoding="utf-8", errors="backslashreplace")      # half a surrogate pair in a sample
+            partial.replace(out)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise RequestError(f"{out} cannot be written: {error.strerror}; name a file in a folder that is there: "
                            f"forge report {run} --out FILE.html") from error
     return out
@@ -141,7 +145,7 @@ def read_metrics(path: Path) -> Recorded:
     if not path.exists():
         return Recorded({name: [] for name in CURVES}, [], [], last, best, 0.0)
     with path.open("rb") as file:
-        count = sum(1 for _ in file)
+        count = sum(1 for _ in file) or 1      # the first record may come before it is read again
     tokens = seconds = smoothed = 0.0
     for i, record in enumerate(records(path)):
         last = record
@@ -216,8 +220,8 @@ def draw(recorded: Recorded, curves: Sequence[str], against: str, size: tuple[fl
         y_size, y_unit = unit(values[-1], TOKENS) if "tokens_per_s" in shown else (1.0, "")
         axes.set_xlim(0, 1.02 * top / size_of_unit or 1)
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}{unit_name}"))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y / y_size:g}{y_unit}"))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}{unit_name}" if x else "0"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y / y_size:g}{y_unit}" if y else "0"))
         axes.set_xlabel(label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color=INK, alpha=0.12, linewidth=0.6)
@@ -238,11 +242,17 @@ def cell(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     if isinstance(value, list):
-        return escape(" ".join(map(str, value)))
+        value = " ".join(map(str, value)) or None
     return escape(f"{value:.5g}" if isinstance(value, float) else "–" if value is None else str(value))
 
 
+def fixed(record: dict[str, Any], name: str) -> str | None:
+    """A loss of a record, with as many digits as `forge train` prints."""
+    return None if (value := number(record, name)) is None else f"{value:.4f}"
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A <table>; an empty head is left out."""
     lines = ["".join(f"<th>{escape(name)}</th>" for name in head)] if head else []
     lines += ["".join(f"<td>{cell(value)}</td>" for value in row) for row in rows]
     return "<table>" + "".join(f"<tr>{line}</tr>\n" for line in lines) + "</table>"
@@ -271,6 +281,8 @@ def pointer(run: Path, name: str) -> str | None:
 def html(run: Path, config: dict[str, Any], recorded: Recorded) -> str:
     """The whole page."""
     name, last, best = run.resolve().name, recorded.last, recorded.best
+    environment = read_object(run / "environment.json") if (run / "environment.json").is_file() else {}
+    evaluated = results(run)
     try:
         parameters = TypeAdapter(ModelConfig).validate_python(config.get("model")).parameters
     except ValidationError:
@@ -279,31 +291,31 @@ def html(run: Path, config: dict[str, Any], recorded: Recorded) -> str:
     facts = [("preset", config.get("preset")), ("parameters", parameters), ("steps", last.get("step", 0)),
              ("tokens", last.get("tokens", 0)), ("time in steps", f"{recorded.seconds / divisor:.1f}{word}")]
     if best:
-        facts += [(f"best validation loss, step {cell(best.get('step'))}", f"{best['val_loss']:.4f} nats per token"),
-                  ("there", f"{best['val_bpb']:.4f} bits per byte" if number(best, "val_bpb") is not None else None)]
+        facts += [("best validation loss, nats per token", fixed(best, "val_loss")),
+                  ("its bits per byte", fixed(best, "val_bpb")), ("at step", best.get("step"))]
     figures = [(size, f"<figure><figcaption>{title}</figcaption>{draw(recorded, curves, against, size)}</figure>")
                for title, curves, against, size in CHARTS]
     sections = {"run": {key: value for key, value in config.items() if not isinstance(value, dict)},
                 **{key: value for key, value in config.items() if isinstance(value, dict)}}
-    environment = read_object(run / "environment.json") if (run / "environment.json").is_file() else {}
     checkpoints = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
-    names = ("step", "tokens", "val_loss", "val_bpb", "loss", "lr")
     return "\n".join([
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(name)} – Forge</title>',
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>',
         f'<h1>{escape(name)}</h1><div class="facts">',
         *(f"<div><b>{cell(value)}</b>{escape(what)}</div>" for what, value in facts if value is not None), "</div>",
-        '<div class="two">', *(figure for size, figure in figures if size is WIDE), "</div>",
-        '<div class="three">', *(figure for size, figure in figures if size is NARROW), "</div>",
+        '<div class="two">', *(figure for size, figure in figures if size == WIDE), "</div>",
+        '<div class="three">', *(figure for size, figure in figures if size == NARROW), "</div>",
         '<p class="soft">Time is the sum of the steps\' own times, without evaluating, saving and pauses. The smoothed '
         "loss is an exponential mean over the last tenth of the steps so far, or a fiftieth of the run where that is "
         f"less. Of long runs a curve shows the lowest and the highest value of each of {BUCKETS} stretches.</p>",
         "<h2>Evaluations</h2>", table(
             ["step", "tokens", "validation loss", "bits per byte", "training loss of the step", "learning rate"],
-            ([record.get(n) for n in names] for record in recorded.evaluations)) if best else "<p>none yet</p>",
-        results(run),
-        "<h2>Samples</h2>", *(f"<h3>step {cell(record.get('step'))}</h3><pre>{escape(record['sample'])}</pre>"
-                              for record in recorded.samples), "" if recorded.samples else "<p>none yet</p>",
+            ([record.get("step"), record.get("tokens"), *(fixed(record, n) for n in ("val_loss", "val_bpb", "loss")),
+              record.get("lr")] for record in recorded.evaluations)) if best else "<p>none yet</p>",
+        evaluated,
+        '<h2>Samples</h2><div class="two">',
+        *(f"<div><h3>step {cell(record.get('step'))}</h3><pre>{escape(record['sample'])}</pre></div>"
+          for record in recorded.samples), "</div>" if recorded.samples else "</div><p>none yet</p>",
         "<h2>Checkpoints</h2>", table([], [("kept", checkpoints or None), ("latest", pointer(run, "latest")),
                                            ("best", pointer(run, "best"))]),
         '<h2>Config</h2><div class="tables">',
