@@ -378,35 +378,36 @@ def sample(argv: list[str]) -> None:
 def chat(argv: list[str]) -> None:
     c = parse(ChatCommand, argv, "forge chat")
     model, tokenizer, how = load(c.run, c.writing)
-    from forge.generate import Completion, write
+    from forge.generate import ROWS, Completion, write
 
     if sys.stdin.isatty():
         import readline  # noqa: F401  (input() edits lines and remembers them)
         print(f"{c.run}: type, and it writes on. An empty line lets it go on, /reset forgets, Ctrl-C breaks off, "
               "Ctrl-D ends.")
     history, turn = "", 0
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
+    with model.packed(ROWS):
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "")
+            except EOFError:
+                print()
+                return
+            if line == "/quit":
+                return
+            if line == "/reset":
+                history = ""
+                continue
+            history += line + "\n" if line else ""
+            said = Completion(history, c.writing.seed + turn)
+            turn += 1
+            try:
+                for _, new in write(model, tokenizer, [said], **how):
+                    print(new, end="", flush=True)
+            except Interrupted as stopped:
+                if stopped.exit_code != 128 + signal.SIGINT:
+                    raise
             print()
-            return
-        if line == "/quit":
-            return
-        if line == "/reset":
-            history = ""
-            continue
-        history += line + "\n" if line else ""
-        said = Completion(history, c.writing.seed + turn)
-        turn += 1
-        try:
-            for _, new in write(model, tokenizer, [said], **how):
-                print(new, end="", flush=True)
-        except Interrupted as stopped:
-            if stopped.exit_code != 128 + signal.SIGINT:
-                raise
-        print()
-        history += said.text + "\n"
+            history += said.text + "\n"
 
 
 def evaluate(argv: list[str]) -> None:

@@ -95,6 +95,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
+    packed_qkv: tuple[Tensor, Tensor | None] | None = None      # wq, wk and wv as decoding reads them: one product
+
     def __init__(self, config: ModelConfig, layer: int, backend: str | None) -> None:
         super().__init__()
         self.config, self.layer, self.window, self.backend = config, layer, config.layer_window(layer), backend
@@ -110,9 +112,13 @@ class Attention(nn.Module):
                 caches: Sequence[Cache] | None) -> Tensor:
         B, T, _ = x.shape
         c = self.config
-        q = self.q_norm(self.wq(x).view(B, T, c.n_heads, c.head_dim))
-        k = self.k_norm(self.wk(x).view(B, T, c.n_kv_heads, c.head_dim))
-        v = self.wv(x).view(B, T, c.n_kv_heads, c.head_dim)
+        if self.packed_qkv is None:
+            q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        else:
+            q, k, v = product(x, *self.packed_qkv).split([c.n_heads * c.head_dim, *[c.n_kv_heads * c.head_dim] * 2], -1)
+        q = self.q_norm(q.view(B, T, c.n_heads, c.head_dim))
+        k = self.k_norm(k.view(B, T, c.n_kv_heads, c.head_dim))
+        v = v.view(B, T, c.n_kv_heads, c.head_dim)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         if caches is None:
@@ -223,15 +229,27 @@ class Transformer(nn.Module):
 
     @contextmanager
     def packed(self, rows: int) -> Iterator[None]:
-        """While it holds, products read weights that `pack` made for up to so many rows; the weights must not change."""
-        linears = [module for module in self.modules() if isinstance(module, Linear) and module is not self.head]
+        """While it holds, products read weights that `pack` made for up to so many rows; the weights must not change. Within
+        another it does nothing: hold one around many calls of `write`, since packing copies every weight."""
+        if self.packed_head is not None:
+            yield
+            return
+        attentions = [module for module in self.modules() if isinstance(module, Attention)]
+        apart = {self.head, *(linear for a in attentions for linear in (a.wq, a.wk, a.wv))}
+        linears = [module for module in self.modules() if isinstance(module, Linear) and module not in apart]
         try:
+            for a in attentions:
+                three = (a.wq, a.wk, a.wv)
+                bias = torch.cat([linear.bias.detach() for linear in three]).to(self.dtype) if self.config.bias else None
+                a.packed_qkv = pack(torch.cat([linear.weight.detach() for linear in three]), self.dtype, rows), bias
             for module in linears:
                 module.packed = pack(module.weight, self.dtype, rows)
             self.packed_head = pack(self.head_weight, self.dtype, rows)
             yield
         finally:
             self.packed_head = None
+            for a in attentions:
+                a.packed_qkv = None
             for module in linears:
                 module.packed = None
 
