@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge.config import Config as Config
     from forge.evaluation import evaluate as evaluate
+    from forge.generate import Sampling as Sampling
+    from forge.generate import complete as complete
     from forge.generate import load_model as load_model
     from forge.generate import sample as sample
     from forge.ops.attention import attention as attention
+    from forge.presets import preset as preset
     from forge.training import train as train
 
 __version__ = "0.1.0"
 
-HOMES = {"Config": "forge.config", "attention": "forge.ops.attention", "evaluate": "forge.evaluation",
-         "load_model": "forge.generate", "sample": "forge.generate", "train": "forge.training"}
+HOMES = {"Config": "forge.config", "Sampling": "forge.generate", "attention": "forge.ops.attention",
+         "complete": "forge.generate", "evaluate": "forge.evaluation", "load_model": "forge.generate",
+         "preset": "forge.presets", "sample": "forge.generate", "train": "forge.training"}
 __all__ = [*HOMES]
 
 

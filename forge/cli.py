@@ -596,6 +596,9 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one verb and exits: 0 done, 1 failed, 2 a wrong request, 128 + n ended by signal n."""
+    # a thread of libgomp waits by spinning for very long; when another program takes a core, each wait then costs the
+    # turn that the awaited thread needs, and a step takes 30 times as long instead of 5. Read when torch is loaded
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]

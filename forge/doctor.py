@@ -52,7 +52,7 @@ def devices(place: torch.device) -> Iterator[str]:
            + f": weights, gradients and moments of {largest / 1e6:,.0f} M parameters would fill it; stay below half of that")
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     yield (f"threads: {threads} of {cores} logical cores" + (
-        "; one more program that computes will slow training manyfold" if place.type == "cpu" else ""))
+        "; another program that computes slows training several times" if place.type == "cpu" else ""))
     if "OMP_NUM_THREADS" in os.environ:
         yield f"  OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} is set; unset it to use all cores"
     load = psutil.cpu_percent(0.3)

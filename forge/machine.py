@@ -29,10 +29,10 @@ def pick_device(name: str) -> torch.device:
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         return torch.device(next(device for device, found in there.items() if found))
-    if not there[name]:
+    if not there.get(name):
         found = ", ".join(device for device in there if there[device])
-        raise RequestError(f"--train.device {name}: torch {torch.__version__} finds no such device here (found: "
-                           f"{found}); name one of those, or leave it out")
+        raise RequestError(f"device {name}: torch {torch.__version__} finds no such device here (found: {found}); name one "
+                           "of those, or leave it out")
     return torch.device(name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
-from forge import cli
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")        # as forge.cli.main does, before torch is loaded
+
+from forge import cli  # noqa: E402
 
 WORDS = "the forge is hot and the iron is red so we strike while it glows and cool it in the well at night".split()
 

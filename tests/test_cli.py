@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bz2
+import io
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 
 import pytest
 from conftest import TINY
+
+from forge import cli
 
 Call = Callable[..., Any]
 
@@ -137,3 +141,100 @@ def test_a_preset_a_file_and_flags_are_laid_over_each_other(forge: Call, text_fi
     assert (config.preset, config.train.steps, config.optim.lr, config.model.mlp) == ("gpt-10m", 2, 0.25, "relu2")
     assert forge("train", text_file, *TINY, "--preset", "gpt-10m", "--train.steps", 1).code == 0
     assert Path("runs/gpt-10m-2").is_dir()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run of bytes, finished."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("the forge is hot and the iron is red\n" * 300)
+    flags = ["--model.dim", "16", "--model.n-heads", "2", "--model.n-layers", "2", "--model.seq-len", "32",
+             "--train.batch-tokens", "256", "--train.steps", "20", "--train.compile", "False", "--train.dtype", "float32"]
+    assert cli.main(["train", str(folder / "text.txt"), *flags, "--run", str(folder / "r")]) == 0
+    return folder / "r"
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["sample", "RUN", "--n", 0], ["--n 0"]), (["sample", "RUN", "--max-new-tokens", -1], ["--max-new-tokens -1"]),
+    (["sample", "RUN", "--seed", -1], ["--seed -1"]), (["sample", "RUN", "--logit-bias", "a=b"], ["a=b", "ID=BIAS"]),
+    (["sample", "RUN", "--logit-bias", "999=1"], ["999", "257"]), (["sample", "RUN", "--stop", ""], ["empty stop"]),
+    (["sample", "RUN", "--device", "tpu"], ["tpu", "cpu"]), (["sample", "RUN", "--checkpoint", "7"], ["'7'", "latest"]),
+    (["chat", "nowhere"], ["nowhere", "no such run"]), (["chat", "RUN", "--min-p", 2], ["--min-p 2"]),
+    (["eval", "RUN", "--tasks", ","], ["','"]), (["eval", "RUN", "--tasks", "blip"], ["blip", "did you mean blimp?"]),
+    (["eval", "RUN", "--tasks", "blimp", "--tasks-dir", "evals"], ["evals", "no such folder"]),
+    (["eval", "RUN", "--tasks", "piqa"], ["piqa.jsonl"]),
+    (["report", "nowhere"], ["nowhere"]), (["tokenizer", "comp"], ["did you mean compare?"]),
+    (["bench", "generate", "--preset", "gpt3"], ["gpt3", "did you mean"]), (["bench", "train", "--preset", "x"], ["x"])])
+def test_a_wrong_request_of_a_run(argv: list, words: list[str], forge: Call, trained: Path, own_folder: Path) -> None:
+    before = sorted(map(str, trained.rglob("*")))
+    got = forge(*(trained if word == "RUN" else word for word in argv))
+    assert got.code == 2, got
+    assert all(word in got.err for word in words), got.err
+    assert got.err.startswith("forge: ")
+    assert got.err.count("\n") == 1
+    assert got.out == ""
+    assert sorted(map(str, trained.rglob("*"))) == before
+    assert os.listdir(own_folder) == []
+
+
+def test_sample_in_each_of_its_forms(forge: Call, trained: Path) -> None:
+    one = forge("sample", trained, "--prompt", "the ", "--max-new-tokens", 12)
+    assert one.code == 0
+    assert one.out.startswith("the ")
+    assert one.out.count("\n") >= 1
+    many = forge("sample", trained, "--prompt", "the ", "iron", "--n", 2, "--max-new-tokens", 12)
+    assert many.out.count("--- seed 1\n") == many.out.count("--- seed 2\n") == 2
+    assert "--- seed 1\n" + one.out.rstrip("\n") in many.out
+    lines = [json.loads(line) for line in forge("sample", trained, "--prompt", "the ", "", "--n", 2, "--max-new-tokens", 12,
+                                                "--json", "--logprobs", "--stop", "\\n").out.splitlines()]
+    assert [(c["prompt"], c["seed"]) for c in lines] == [("the ", 1), ("the ", 2), ("", 1), ("", 2)]
+    assert all(len(c["ids"]) == len(c["logprobs"]) and c["finish"] in ("length", "stop", "end") for c in lines)
+    assert all("\n" not in c["text"] for c in lines)
+    with_logprobs = forge("sample", trained, "--prompt", "t", "--max-new-tokens", 3, "--temperature", 0, "--logprobs").out
+    assert len([line for line in with_logprobs.splitlines() if line.strip().startswith("-")]) == 3
+    long = forge("sample", trained, "--prompt", "the iron " * 20, "--max-new-tokens", 5)
+    assert "note: the prompt has 181 tokens; the model's context holds 32" in long.err
+    assert forge("sample", trained, "--prompt", "t", "--max-new-tokens", 0).out == "t\n"
+    assert forge("sample", trained, "--dtype", "bfloat16", "--max-new-tokens", 3).code == 0
+
+
+def test_chat_keeps_what_was_said(forge: Call, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forge import generate
+
+    prompts: list[str] = []
+    real = generate.write
+
+    def write(model: object, tokenizer: object, completions: list, **how: object) -> object:
+        prompts.extend(c.prompt for c in completions)
+        return real(model, tokenizer, completions, **how)       # type: ignore[arg-type]
+
+    monkeypatch.setattr(generate, "write", write)
+    monkeypatch.setattr("sys.stdin", io.StringIO("the iron\n\nis red\n/reset\nagain\n"))
+    got = forge("chat", trained, "--max-new-tokens", 5, "--temperature", 0)
+    assert got.code == 0
+    said = got.out.splitlines()
+    assert prompts[0] == "the iron\n"
+    assert prompts[1].startswith("the iron\n")
+    assert prompts[2].startswith(prompts[1])
+    assert prompts[2].endswith("\nis red\n")
+    assert prompts[3] == "again\n"
+    assert len(said) >= 4
+
+
+def test_eval_keeps_what_it_measured(forge: Call, trained: Path) -> None:
+    Path("copa.jsonl").write_text('{"query": "the forge is", "choices": ["hot", "zzz"], "gold": 0}\n' * 3)
+    Path("other.txt").write_text("the iron is hot")
+    assert "bits per byte" in forge("eval", trained).out
+    assert forge("eval", trained, "other.txt", "--tasks", "copa", "--tasks-dir", ".").code == 0
+    file, = trained.glob("eval-step_*.json")
+    kept = json.loads(file.read_text())
+    assert set(kept["texts"]) == {"validation", "other.txt"}
+    assert kept["texts"]["other.txt"]["bytes"] == 15
+    assert kept["tasks"]["copa"]["n"] == 3
+    assert kept["tasks"]["copa"]["chance"] == 0.5
+    assert kept["environment"]["torch"]
+    only = forge("eval", trained, "--tasks", "copa", "--limit", 2)
+    assert "bits per byte" not in only.out
+    assert json.loads(file.read_text())["tasks"]["copa"]["n"] == 2
+    assert forge("report", trained).out.strip() == str(trained / "report.html")
+    assert "copa" in (trained / "report.html").read_text()

@@ -79,5 +79,6 @@ def test_importing_forge_and_its_help_need_no_torch() -> None:
 
 
 def test_public_names() -> None:
-    assert sorted(forge.__all__) == ["Config", "attention", "evaluate", "load_model", "sample", "train"]
+    assert sorted(forge.__all__) == ["Config", "Sampling", "attention", "complete", "evaluate", "load_model",
+                                       "preset", "sample", "train"]
     assert all(callable(getattr(forge, name)) for name in forge.__all__)
