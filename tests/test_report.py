@@ -247,7 +247,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ste
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(RequestError, match=re.escape("pip install 'forge-lm[view]'")):
+    with pytest.raises(RequestError, match=re.escape("pip install matplotlib")):
         report(run)
     assert not list(run.glob("*report*"))
 

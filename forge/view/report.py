@@ -193,7 +193,7 @@ def draw(recorded: Recorded, curves: Sequence[str], against: str, size: tuple[fl
         from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
     except ImportError as error:
         raise RequestError("forge report draws with matplotlib, which is not installed; type: "
-                           "pip install 'forge-lm[view]'") from error
+                           "pip install matplotlib") from error
     shown = [name for name in curves if recorded.curves[name]]
     if not shown:
         return f'<p class="none">no {"evaluation" if curves[0].startswith("val") else "step"} yet</p>'
