@@ -67,8 +67,8 @@ def main(novels: str, blimp: str, rounds: int) -> None:
             encode()
             speeds[name].append(n_bytes / 1e6 / (time.perf_counter() - began))
     equal = all(theirs.encode_ordinary(text) == gpt2.encode(text).tolist() for text in texts)
-    print(f"{len(texts)} documents, {n_bytes:,} bytes; trained to {own.vocab_size:,} tokens in {training_s:.1f} s; gpt2's ids "
-          f"{'equal' if equal else 'NOT equal'} tiktoken's on every document")
+    print(f"{len(texts)} documents, {n_bytes:,} bytes; trained to {own.vocab_size:,} tokens in {training_s:.1f} s; gpt2's "
+          f"ids {'equal' if equal else 'NOT equal'} tiktoken's on every document")
     for name, mb_per_s in speeds.items():
         print(f"{name:28} {statistics.median(mb_per_s):.1f} MB/s ({min(mb_per_s):.1f} to {max(mb_per_s):.1f})")
 

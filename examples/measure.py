@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import forge
+from forge.tasks import run_tasks
 
 run, text = sys.argv[1], sys.argv[2]
 result = forge.evaluate(run, [text])
@@ -19,5 +20,5 @@ questions = [{"query": "The opposite of day is", "choices": ["night", "table"], 
              {"query": "The king sat upon his", "choices": ["throne", "xqzjv"], "gold": 0}]
 with tempfile.TemporaryDirectory() as folder:
     Path(folder, "copa.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    task = forge.evaluate(run, tasks=["copa"], tasks_dir=folder).tasks["copa"]
+    task = run_tasks(*forge.load_model(run), ["copa"], folder)["copa"]
 print(f"accuracy {task.accuracy:.2f} ± {task.accuracy_stderr:.2f}, chance {task.chance:.2f}")

@@ -131,7 +131,8 @@ def parts(events: Iterable[FunctionEvent], step_ms: float, device: torch.device)
         own = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
         ms[part_of(event)] = ms.get(part_of(event), 0.0) + own / 1000 / PROFILED_STEPS
     ms["Python, data, waiting"] = max(0.0, step_ms - sum(ms.values()))
-    return {name: (part, part / step_ms) for name, part in sorted(ms.items(), key=lambda item: -item[1])}
+    whole = max(step_ms, sum(ms.values()))
+    return {name: (part, part / whole) for name, part in sorted(ms.items(), key=lambda item: -item[1])}
 
 
 def peak_memory(device: torch.device) -> int:
@@ -175,6 +176,7 @@ def bench_generate(config: Config, *, prompt_tokens: int = 128, new_tokens: int 
                         took.append(time.perf_counter() - began)
                     speeds.append((batch * prompt_tokens / took[0], batch * (new_tokens - 1) / sum(took[1:])
                                    if new_tokens > 1 else 0.0))
+                print(f"bench: {dtype}, {batch} texts ...", file=sys.stderr)
                 rows.append({"dtype": dtype, "batch": batch, "prompt_tokens_per_s": max(s[0] for s in speeds),
                              "new_tokens_per_s": max(s[1] for s in speeds)})
     return {"measured": rows, "preset": config.preset, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens,

@@ -14,7 +14,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 
 from forge import machine
-from forge.config import Config, ModelConfig, RequestError, TrainConfig, nearest
+from forge.config import Config, Interrupted, ModelConfig, RequestError, TrainConfig, nearest
 from forge.model.transformer import Transformer, init_weights
 from forge.ops.attention import BACKENDS, Case, passing, verdicts
 
@@ -127,6 +127,10 @@ def by_trial(c: Config, start: TrainConfig, mask: bool) -> tuple[TrainConfig, st
             try:
                 compiled_ms = step_ms(best, compiled=True)
             except (TorchDynamoException, InductorError) as error:
+                while (cause := error.__cause__ or error.__context__) is not None:      # a signal while compiling
+                    if isinstance(cause, Interrupted | KeyboardInterrupt):
+                        raise cause from None
+                    error = cause       # type: ignore[assignment]
                 best, why = replace(best, compile=False), f": the compiler failed ({str(error).splitlines()[0]})"
             else:
                 seen["the same, not compiled"] = eager_ms

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
+import forge
 from forge.config import Config, DataConfig, Failure, Interrupted, RequestError, load_json, load_toml, nearest
 from forge.presets import PRESETS, preset
 
@@ -116,7 +118,8 @@ class SampleCommand:
 class ChatCommand:
     """Writes on after each line that you type; all that was said stays before the model, as far as its context goes.
 
-    An empty line lets it go on, /reset forgets, Ctrl-C breaks a text off, Ctrl-D (or /quit) ends.
+    An empty line lets it go on, /reset forgets, Ctrl-C breaks a text off (at the prompt it ends), Ctrl-D or
+    /quit ends.
     """
 
     run: Run
@@ -128,7 +131,8 @@ class ChatCommand:
 class EvalCommand:
     """Loss (nats per token) and bits per byte of a checkpoint over every token of a text, and accuracy on tasks.
 
-    The result is printed and kept in the run folder, as eval-CHECKPOINT.json.
+    Accuracy: how often the right choice has the largest log-likelihood; "by byte": log-likelihood over the choice's
+    bytes. The result is printed and kept in the run folder, as eval-CHECKPOINT.json.
     """
 
     run: Run
@@ -141,6 +145,8 @@ class EvalCommand:
     """the folder that holds their files, such as blimp.jsonl or piqa.jsonl.gz"""
     limit: int | None = None
     """score so many items of each task, spread over its file"""
+    skip_bad_lines: bool = False
+    """leave out .jsonl lines that hold no text"""
     checkpoint: str = "best"
     """best, latest, or a step"""
     device: str = "auto"
@@ -351,6 +357,8 @@ def sample(argv: list[str]) -> None:
     c = parse(SampleCommand, argv, "forge sample")
     if c.n < 1:
         raise RequestError(f"--n {c.n}: at least 1 text for each prompt")
+    if not c.prompt:
+        raise RequestError('--prompt needs a text; leave it out, or type --prompt "" for a new document')
     model, tokenizer, how = load(c.run, c.writing)
     from forge.generate import Completion, write
 
@@ -360,11 +368,13 @@ def sample(argv: list[str]) -> None:
             print(f"note: the prompt has {n:,} tokens; the model's context holds {model.config.seq_len:,}, and it sees the "
                   "last of them", file=sys.stderr)
     alone = len(completions) == 1 and not c.json
-    if alone:
-        print(completions[0].prompt, end="", flush=True)
+    before = completions[0].prompt
     for _, new in write(model, tokenizer, completions, logprobs=c.logprobs, **how):
         if alone:
-            print(new, end="", flush=True)
+            print(before + new, end="", flush=True)
+            before = ""
+    if alone:
+        print(before, end="")
     for completion in completions:
         if c.json:
             print(json.dumps(dataclasses.asdict(completion)))
@@ -396,6 +406,10 @@ def chat(argv: list[str]) -> None:
                 return
             if line == "/reset":
                 history = ""
+                print("(forgotten)", file=sys.stderr)
+                continue
+            if line.startswith("/") and " " not in line:
+                print(f"{line} is no command: /reset forgets, /quit ends", file=sys.stderr)
                 continue
             history += line + "\n" if line else ""
             said = Completion(history, c.writing.seed + turn)
@@ -415,10 +429,12 @@ def evaluate(argv: list[str]) -> None:
     names = [name.strip() for name in c.tasks.split(",") if name.strip()]
     if c.tasks and not names:
         raise RequestError(f"--tasks {c.tasks!r} names no task; type: --tasks blimp,lambada")
+    if c.limit is not None and not names:
+        raise RequestError(f"--limit {c.limit} is for tasks; name some with --tasks, or leave it out")
     from forge.evaluation import evaluate
 
     result = evaluate(c.run, c.text, tasks=names, tasks_dir=c.tasks_dir, limit=c.limit, checkpoint=c.checkpoint,
-                      device=c.device, dtype=c.dtype, text_field=c.text_field)
+                      device=c.device, dtype=c.dtype, text_field=c.text_field, skip_bad_lines=c.skip_bad_lines)
     if result.loss is not None:
         print(f"{result.loss:.4f} nats per token, {result.bpb:.4f} bits per byte, over {result.tokens:,} tokens of "
               f"{result.bytes:,} bytes")
@@ -427,6 +443,7 @@ def evaluate(argv: list[str]) -> None:
 
 def report(argv: list[str]) -> None:
     c = parse(ReportCommand, argv, "forge report")
+    usable(c.out)
     from forge.view.report import report
 
     print(report(c.run, c.out))
@@ -454,6 +471,7 @@ def tokenizer_train(argv: list[str]) -> None:
         raise RequestError("forge tokenizer train: no text is named; type: forge tokenizer train TEXT ... --out FILE")
     if Path(c.out).exists():
         raise RequestError(f"--out {c.out} exists; name another file, or remove it")
+    usable(c.out)
     from forge import tokenizer as tokenizers
     from forge.data import prepare, sources
 
@@ -466,6 +484,8 @@ def tokenizer_train(argv: list[str]) -> None:
     texts = (piece.text for piece in sources.read(found, config, Counter()))
     made = tokenizers.train_bpe(texts, n_bytes, c.vocab_size or tokenizers.bpe_vocab(n_bytes))
     made.save(Path(c.out))
+    if made.vocab_size < c.vocab_size:
+        print(f"note: the text has no more pairs that come twice, so there are fewer than {c.vocab_size:,} tokens")
     print(f"made {c.out}: {made.vocab_size:,} tokens, from {min(n_bytes, tokenizers.TRAINING_BYTES):,} of {n_bytes:,} bytes;"
           f" train with it by: forge train TEXT ... --data.tokenizer {c.out}")
 
@@ -526,6 +546,8 @@ def bench_train(argv: list[str]) -> None:
               BenchTrainCommand(settings=preset(option(argv, "preset") or "shakespeare")))
     if c.bench_steps < 1:
         raise RequestError(f"--bench-steps {c.bench_steps}: at least 1")
+    usable(c.out)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")      # read when torch is loaded: no lines of the profiler's own
     from forge.bench import bench_train
 
     result = bench_train(c.settings, steps=c.bench_steps, profile=c.profile)
@@ -539,6 +561,7 @@ def bench_train(argv: list[str]) -> None:
 
 def bench_generate(argv: list[str]) -> None:
     c = parse(BenchGenerateCommand, argv, "forge bench generate")
+    usable(c.out)
     from forge.bench import bench_generate
 
     result = bench_generate(preset(c.preset), prompt_tokens=c.prompt_tokens, new_tokens=c.new_tokens, batches=c.batches,
@@ -551,6 +574,13 @@ def bench_generate(argv: list[str]) -> None:
 def shown(value: object) -> str:
     return f"{value:,.4g}" if isinstance(value, float) and value < 1000 else f"{value:,.0f}" if isinstance(
         value, float | int) else str(value)
+
+
+def usable(out: str | None, flag: str = "--out") -> None:
+    """Raises RequestError, before the work is done, for a file that could not be written after it."""
+    if out and (Path(out).is_dir() or not Path(out).absolute().parent.is_dir()):
+        raise RequestError(f"{flag} {out}: {'this is a folder' if Path(out).is_dir() else 'there is no such folder'}; name "
+                           "a file in a folder that is there")
 
 
 def save(out: str | None, result: dict[str, Any]) -> None:
@@ -579,8 +609,11 @@ def data_prepare(argv: list[str]) -> None:
 def data_info(argv: list[str]) -> None:
     c = parse(InfoCommand, argv, "forge data info")
     from forge.data.loader import Tokens
+    from forge.data.prepare import is_prepared
     from forge.tokenizer import Tokenizer
 
+    if not is_prepared((c.folder,)):
+        raise RequestError(f"{c.folder} is no folder that `forge data prepare` made; in a run it is RUN/data")
     tokenizer = Tokenizer.load(Path(c.folder) / "tokenizer.json")
     print(f"tokenizer: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, {tokenizer.hash[:12]}")
     for part in ("train", "valid"):
@@ -605,6 +638,9 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0
+    if argv[0] == "--version":
+        print(f"forge {forge.__version__}")
+        return 0
     def end(number: int, _: object) -> None:
         raise Interrupted("stopped", number)      # so that what is half made is cleared away
 
@@ -622,8 +658,16 @@ def main(argv: list[str] | None = None) -> int:
     except (RequestError, Failure) as error:
         if debug:
             raise
-        print(f"forge: {error}", file=sys.stderr)
+        text = str(error)
+        if argv[0] in ("data", "eval", "tokenizer"):        # there the settings of data have no prefix
+            text = re.sub(r"(?<!train with )--data\.", "--", text)
+        print(f"forge: {text}", file=sys.stderr)
         return 2 if isinstance(error, RequestError) else 1
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:     # a path of the user's
+        if debug:
+            raise
+        print(f"forge: {error.filename}: {error.strerror}; name another place, or make this one usable", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         if debug:
             raise

@@ -268,7 +268,11 @@ def load_toml(config: Config, path: str) -> Config:
         raise RequestError(f"--config {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"--config {path} is not TOML: {error}") from error
-    return validate(merge(config, values, path))
+    merged = merge(config, values, path)
+    try:
+        return validate(merged)
+    except RequestError as error:
+        raise RequestError(f"--config {path}: {error}") from error
 
 
 def load_json(path: Path) -> Config:

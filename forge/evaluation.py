@@ -70,7 +70,7 @@ class Evaluation:
 
 def evaluate(run: str | Path, text: Sequence[str] = (), *, tasks: Sequence[str] = (), tasks_dir: str | Path = ".",
              limit: int | None = None, checkpoint: str = "best", device: str = "auto", dtype: str = "auto",
-             text_field: str = "text", say: Callable[[str], None] = print) -> Evaluation:
+             text_field: str = "text", skip_bad_lines: bool = False, say: Callable[[str], None] = print) -> Evaluation:
     """Loss and bits per byte of a run's checkpoint on the files and folders of `text`, and its scores on tasks.
 
     Without text and tasks: on the run's own validation text. tasks: names in forge.tasks.TASKS, whose files lie in
@@ -82,13 +82,17 @@ def evaluate(run: str | Path, text: Sequence[str] = (), *, tasks: Sequence[str] 
     model, tokenizer = load_model(run, checkpoint=checkpoint, device=device,
                                   dtype=None if dtype == "auto" else getattr(torch, dtype))
     score_, found = None, {}
+    config, skipped = DataConfig(text=tuple(text), text_field=text_field, skip_bad_lines=skip_bad_lines), Counter[str]()
+    files = sources.find(config.text, skipped)
+    if text:        # what is wrong with it is said before anything is scored
+        prepare.measure(files, config, skipped)
+    for what, count in skipped.items():
+        if count:
+            say(f"data: {count} {what} left out")
     if tasks:
         found = run_tasks(model, tokenizer, tasks, tasks_dir, limit=limit, say=say)
     if text:
         with tempfile.TemporaryDirectory() as scratch:
-            config, skipped = DataConfig(text=tuple(text), text_field=text_field), Counter[str]()
-            files = sources.find(config.text, skipped)
-            prepare.measure(files, config, skipped)
             prepare.write_shards(sources.read(files, config, skipped), tokenizer, Path(scratch) / "valid")
             score_ = score(model, Tokens(Path(scratch) / "valid", tokenizer.hash))
     elif not tasks:

@@ -21,7 +21,7 @@ class Metrics:
         cut(path, step)
         self.file = path.open("a", encoding="utf-8")
         self.console = console
-        self.loss, self.val, self.last_line = 0.0, "", -LINE_EVERY_S
+        self.loss, self.seen, self.val, self.last_line = 0.0, 0, "", -LINE_EVERY_S
         self.bar: Progress | None = None
         if console.is_terminal:
             self.bar = Progress(TextColumn("{task.fields[step]:>7}"), BarColumn(bar_width=24),
@@ -34,7 +34,8 @@ class Metrics:
         """Appends one step's record; progress is the spent part of the budget, left_s what the rest should take."""
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
-        self.loss = record["loss"] if not self.loss else 0.95 * self.loss + 0.05 * record["loss"]
+        self.seen += 1
+        self.loss += (record["loss"] - self.loss) * max(0.05, 1 / self.seen)        # a mean of about 20 steps
         if "val_bpb" in record:
             self.val = f"  val {record['val_loss']:.4f} nats, {record['val_bpb']:.3f} bits/byte"
         text = (f"loss {self.loss:.3f}{self.val}  {record['tokens_per_s']:,.0f} tokens/s  "

@@ -31,7 +31,6 @@ from forge.config import Failure, RequestError
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")     # what other tokenizers call it
 KINDS = ("chars", "bytes", "bpe")       # what is made from a text
-NAMED = (*KINDS, "gpt2")
 GPT2_FILES = Path(__file__).parent / "gpt2"
 # how a text is split into words before pairs are merged: GPT-2's way, and GPT-4's (cl100k_base) and GPT-4o's (o200k_base)
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -96,7 +95,8 @@ class Tokenizer:
         Raises RequestError when there is none; Failure for a damaged one.
         """
         place = GPT2_FILES if path == "gpt2" and not Path(path).exists() else Path(path)
-        advice = f"name {', '.join(NAMED)}, a tokenizer.json, a folder with GPT-2's two files, or a .tiktoken file"
+        advice = ("name gpt2, a tokenizer.json, a folder with GPT-2's two files, or a .tiktoken file (and in training also "
+                  "chars, bytes or bpe, which are made from the text)")
         try:
             if place.is_dir():
                 if (place / "tokenizer.json").is_file():
@@ -261,7 +261,7 @@ def from_gpt2(folder: Path) -> Tokenizer:
             library = byte_level_bpe(models.BPE(vocab=vocab, merges=pairs), GPT2_SPLIT)
             library.add_special_tokens([EOT])
             return Tokenizer(library.to_str())
-    raise RequestError("there is no encoder.json with vocab.bpe, nor vocab.json with merges.txt")
+    raise RequestError("GPT-2's two files are needed side by side: encoder.json and vocab.bpe, or vocab.json and merges.txt")
 
 
 def from_tiktoken(path: Path) -> Tokenizer:

@@ -112,6 +112,8 @@ def new_run(c: Config, folder: Path, say: Say) -> Config:
         data = Path(c.data.text[0]).resolve()
         tokenizer = tokenizer or prepared_tokenizer(c, data)
         c = replace(c, data=replace(c.data, text=(str(data),)))
+        say(f"data: {data}, prepared")
+        say(f"tokenizer: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, of that folder")
     else:
         data = folder / "data"
         tokenizer = prepare.prepare(c.data, data, tokenizer, say)
@@ -362,10 +364,18 @@ def report(run: Path, c: Config, at: Progress, tokens: Tokens, model: Transforme
     for seed in (1, 2):
         say(console, f"\n--- sample {seed}\n{write(model, tokenizer, seed, 300)}")
     say(console, f"---\n\nThe run lies in {run}. Next:\n"
-        f"  forge sample {run} --prompt \"...\"          it writes on\n"
-        f"  forge eval {run}                          loss and bits per byte of its best checkpoint\n"
-        f"  forge train --resume {run} {longer(c, at)}   goes on\n"
-        f"  forge train MY_TEXT.txt                   trains on your own text")
+        + next_commands(run, c, at))
+
+
+def next_commands(run: Path, c: Config, at: Progress) -> str:
+    commands = {f'forge sample {run} --prompt "..."': "it writes on",
+                f"forge eval {run}": "loss and bits per byte of its best checkpoint",
+                f"forge report {run}": "its curves and samples as a page",
+                f"forge train --resume {run} {longer(c, at)}": "goes on"}
+    if not c.data.text:
+        commands["forge train MY_TEXT.txt"] = "trains on your own text"
+    width = max(map(len, commands))
+    return "\n".join(f"  {command:{width}}   {what}" for command, what in commands.items())
 
 
 def next_run(preset: str) -> Path:

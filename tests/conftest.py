@@ -12,7 +12,7 @@ import pytest
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")        # as forge.cli.main does, before torch is loaded
 
-from forge import cli  # noqa: E402
+from forge import cli
 
 WORDS = "the forge is hot and the iron is red so we strike while it glows and cool it in the well at night".split()
 

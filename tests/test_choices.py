@@ -11,7 +11,7 @@ import torch
 from torch._inductor.exc import InductorError
 
 from forge import choices, machine
-from forge.config import Config, ModelConfig, RequestError, TrainConfig
+from forge.config import Config, Interrupted, ModelConfig, RequestError, TrainConfig
 
 CPU = torch.device("cpu")
 BASE = Config(model=ModelConfig(vocab_size=32, dim=16, n_layers=1, n_heads=2, seq_len=16).resolve(),
@@ -104,12 +104,24 @@ def test_compiling_pays_in_a_long_run_when_it_is_faster(times: dict) -> None:
 
 @pytest.mark.usefixtures("nothing_known")
 @pytest.mark.skipif(machine.compiler() is None, reason="no C++ compiler is here")
-@pytest.mark.parametrize(("figure", "why"), [(1.5, "it is no faster"), (InductorError(RuntimeError("no omp.h"), None), "no omp.h")])
+@pytest.mark.parametrize(("figure", "why"), [
+    (1.5, "it is no faster"), (InductorError(RuntimeError("no omp.h"), None), "no omp.h")])
 def test_a_compiler_that_fails_or_gains_nothing_is_not_used(times: dict, figure: object, why: str) -> None:
     times |= {("float32", "sdpa", 4, True): figure}
     t, said = chosen(BASE, steps=1000)
     assert not t.compile
     assert why in said
+
+
+@pytest.mark.usefixtures("nothing_known")
+@pytest.mark.skipif(machine.compiler() is None, reason="no C++ compiler is here")
+def test_a_signal_while_compiling_ends_it(times: dict) -> None:
+    wrapped = InductorError(RuntimeError("stopped"), None)
+    wrapped.__cause__ = RuntimeError("a layer between")
+    wrapped.__cause__.__context__ = Interrupted("stopped", 2)
+    times |= {("float32", "sdpa", 4, True): wrapped}
+    with pytest.raises(Interrupted):
+        chosen(BASE, steps=1000)
 
 
 def test_without_a_compiler_it_says_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +142,7 @@ def test_a_real_trial_takes_time_and_leaves_the_threads_as_they_were(mask: bool)
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize(("name", "message"), [("sdpo", "sdpa"), ("sdpa", "no packed documents")])
+@pytest.mark.parametrize(("name", "message"), [("sdpo", "sdpa"), ("sdpa", "packed documents apart")])
 def test_a_backend_that_cannot_be_had_is_refused(name: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         choices.choose(replace(BASE, train=replace(BASE.train, attention=name)), CPU, True, print)
@@ -161,7 +173,8 @@ def test_doctor_tells_and_advises(forge: Call, monkeypatch: pytest.MonkeyPatch) 
     got = forge("doctor")
     assert got.code == 0
     for word in ("device: cpu", "memory:", "threads:", "dtypes: float32 1 TFLOP/s", "compiler:", "one document: sdpa",
-                 "packed documents: blocked", "packed documents: sdpa is not taken: no packed documents", "disk:"):
+                 "packed documents: blocked", "packed documents: sdpa is not taken: it cannot keep packed documents apart",
+                 "disk:"):
         assert word in got.out
     monkeypatch.setattr(machine, "compiler", lambda: None)
     assert "compiler: none; training runs uncompiled" in forge("doctor").out

@@ -23,7 +23,7 @@ def mess(tmp_path: Path) -> None:
     files = {"empty.txt": b"", "blank.txt": b" \n\n", "latin.txt": "Él\n".encode("latin-1"),
              "image.png": b"\x89PNG\r\n\x1a\n\0\0", "utf16.txt": "hello".encode("utf-16-le"), "ok.txt": b"some text " * 99,
              "bad.jsonl": b'{"text": "a"}\n{"txt": "b"}\n', "cut.txt.bz2": bz2.compress(b"x" * 999)[:-5],
-             "c.toml": b"[modle]\ndim = 3\n", "t.json": b"{}"}
+             "c.toml": b"[modle]\ndim = 3\n", "bad.toml": b"[train]\nsteps = 'ten'\n", "t.json": b"{}"}
     for name, raw in files.items():
         (tmp_path / name).write_bytes(raw)
     (tmp_path / "folder").mkdir()
@@ -71,6 +71,12 @@ CASES: list[tuple[list, list[str]]] = [
     (["train", "--resume", "taken"], ["taken", "config.json"]),
     (["train", "ok.txt", "--init", "taken"], ["taken", "config.json"]),
     (["train", "--resume", "taken", "--preset", "30m"], ["--resume", "--preset"]),
+    (["train", "ok.txt", "--run", "ok.txt/r"], ["ok.txt", "Not a directory"]),
+    (["data", "prepare", "ok.txt", "--out", "ok.txt/d"], ["ok.txt", "Not a directory"]),
+    (["data", "prepare", "bad.jsonl", "--out", "d"], ["bad.jsonl", " --text-field", " --skip-bad-lines"]),
+    (["tokenizer", "train", "ok.txt", "--out", "nowhere/t.json"], ["nowhere/t.json", "no such folder"]),
+    (["tokenizer", "compare", "ok.txt", "--tokenizers", "chars"], ["chars", "gpt2"]),
+    (["train", "ok.txt", "--config", "bad.toml"], ["bad.toml", "steps='ten'"]),
     (["trian"], ["trian", "did you mean train?"]),
     (["sample"], ["run"]),
     (["sample", "nowhere"], ["nowhere", "no such run"]),
@@ -81,7 +87,7 @@ CASES: list[tuple[list, list[str]]] = [
     (["data", "prepare", "ok.txt", "--out", "taken"], ["taken exists"]),
     (["data", "prepare", "--out", "new"], ["no text is named"]),
     (["data", "prepair"], ["did you mean prepare?"]),
-    (["data", "info", "taken"], ["tokenizer.json"]),
+    (["data", "info", "taken"], ["taken is no folder", "data prepare"]),
 ]
 
 
@@ -163,7 +169,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (["eval", "RUN", "--tasks", ","], ["','"]), (["eval", "RUN", "--tasks", "blip"], ["blip", "did you mean blimp?"]),
     (["eval", "RUN", "--tasks", "blimp", "--tasks-dir", "evals"], ["evals", "no such folder"]),
     (["eval", "RUN", "--tasks", "piqa"], ["piqa.jsonl"]),
-    (["report", "nowhere"], ["nowhere"]), (["tokenizer", "comp"], ["did you mean compare?"]),
+    (["report", "nowhere"], ["nowhere"]), (["report", "RUN", "--out", "."], ["--out .", "folder"]),
+    (["sample", "RUN", "--prompt"], ['--prompt ""']), (["eval", "RUN", "--limit", 3], ["--limit 3", "--tasks"]),
+    (["eval", "RUN", "nofile.txt", "--tasks", "copa"], ["nofile.txt", "no such file"]),
+    (["bench", "generate", "--out", "/nowhere/b.json"], ["/nowhere/b.json", "no such folder"]),
+    (["bench", "train", "--out", "/nowhere/b.json"], ["/nowhere/b.json", "no such folder"]),
+    (["data", "info", "RUN"], ["no folder", "RUN/data"]), (["tokenizer", "comp"], ["did you mean compare?"]),
     (["bench", "generate", "--preset", "gpt3"], ["gpt3", "did you mean"]), (["bench", "train", "--preset", "x"], ["x"])])
 def test_a_wrong_request_of_a_run(argv: list, words: list[str], forge: Call, trained: Path, own_folder: Path) -> None:
     before = sorted(map(str, trained.rglob("*")))

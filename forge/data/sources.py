@@ -140,6 +140,8 @@ def find(paths: tuple[str, ...] | list[str], skipped: Counter[str]) -> list[Sour
     sources = []
     for name in paths:
         path = Path(name)
+        if (path / "train" / "index.json").is_file():
+            raise RequestError(f"{path} holds tokens that `forge data prepare` made; train on it alone, without other text")
         if path.is_dir():
             below = [p for p in sorted(path.rglob("*"))
                      if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)]

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 def supports(case: Case) -> str | None:
     if case.window and not case.single:
-        return "no window"
+        return "it knows no window"
     if case.starts:
-        return "no packed documents"
+        return "it cannot keep packed documents apart"
     if case.softcap:
-        return "no softcap"
+        return "it knows no softcap"
     if case.lse:
         return "does not return lse"
     if case.causal and not (case.square or case.single):
