@@ -109,7 +109,8 @@ def backends(place: torch.device) -> Iterator[str]:
                 yield f"  {what}: {name} {ms:.1f} ms, agrees with the reference{memory}"
             else:
                 yield f"  {what}: {name} is not taken: {reason}"
-    yield "  training takes the fastest, measured on the model's own shape"
+    yield f"  training takes the fastest, measured on the model's own shape and remembered in {machine.memory_path()};"
+    yield "  remove that file after a change of the machine, or when it was busy at the time"
 
 
 def attention_ms(name: str, place: torch.device, dtype: torch.dtype, packed: bool) -> float:

@@ -51,29 +51,32 @@ def settle_cpu(threads: int = 0) -> None:
             function(torch.ones(1, dtype=dtype))
 
 
+def memory_path() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forge" / "measured.json"
+
+
 class Memory:
     """What was measured once on this machine in one circumstance (a text): memory(name, measure) measures what it does not
     know yet. So two runs of one seed choose alike."""
 
     def __init__(self, circumstance: str) -> None:
-        self.path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forge" / "measured.json"
-        self.circumstance = circumstance
+        self.path, self.circumstance = memory_path(), circumstance
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """All that is known, and the part of this circumstance; nothing when the file is missing or damaged."""
+        try:
+            known = json.loads(self.path.read_text(encoding="utf-8"))
+            return known, dict(known.get(self.circumstance, {}))
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}, {}
 
     def __call__(self, name: str, measure: Callable[[], float]) -> float:
-        try:
-            known = json.loads(self.path.read_text(encoding="utf-8"))
-            here = known.setdefault(self.circumstance, {})
-            if isinstance(here[name], float):
-                return here[name]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass        # not measured yet, or a damaged file: measured anew
+        _, here = self.read()
+        if isinstance(here.get(name), float):
+            return here[name]
         value = float(measure())
-        try:
-            known = json.loads(self.path.read_text(encoding="utf-8"))
-            here = known.setdefault(self.circumstance, {})
-        except (OSError, ValueError, AttributeError):
-            known, here = {}, {}
-        known[self.circumstance] = (here if isinstance(here, dict) else {}) | {name: value}
+        known, here = self.read()       # another run may have written meanwhile
+        known[self.circumstance] = here | {name: value}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
