@@ -161,6 +161,8 @@ def write(model: Transformer, tokenizer: Tokenizer, completions: Sequence[Comple
     decoders = [tokenizer.decoder() for _ in completions]
     held = [""] * len(rows)     # text that may be the beginning of a stop string
     live = list(range(len(rows))) if max_new_tokens else []
+    for c in completions:
+        c.finish = "" if max_new_tokens else "length"
     with model.packed(ROWS), torch.compiler.set_stance("force_eager"):
         while live:
             now = live[:ROWS]
