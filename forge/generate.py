@@ -153,9 +153,9 @@ def write(model: Transformer, tokenizer: Tokenizer, completions: Sequence[Comple
     if "" in stop:
         raise RequestError("an empty stop string would end every text before it begins; leave it out")
     for token in sampling.logit_bias:
-        if not 0 <= token < model.config.vocab_size:
-            raise RequestError(f"logit_bias: token {token} is not among the model's {model.config.vocab_size:,}; give ids "
-                               f"from 0 to {model.config.vocab_size - 1}")
+        if not 0 <= token < tokenizer.vocab_size:
+            raise RequestError(f"logit_bias: token {token} is not among the tokenizer's {tokenizer.vocab_size:,}; give ids "
+                               f"from 0 to {tokenizer.vocab_size - 1}")
     rows = [Row([tokenizer.eot, *tokenizer.encode(c.prompt, specials).tolist()]) for c in completions]
     generators = [torch.Generator().manual_seed(c.seed) for c in completions]
     decoders = [tokenizer.decoder() for _ in completions]
@@ -168,7 +168,7 @@ def write(model: Transformer, tokenizer: Tokenizer, completions: Sequence[Comple
             now = live[:ROWS]
             for i, logits in zip(now, next_logits(model, [rows[i] for i in now])):
                 c, row = completions[i], rows[i]
-                token = pick(logits, sampling, row.ids, generators[i])
+                token = pick(logits[:tokenizer.vocab_size], sampling, row.ids, generators[i])   # a model may have more rows
                 piece = None
                 if token == tokenizer.eot:
                     c.finish = "end"

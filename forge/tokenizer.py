@@ -120,8 +120,13 @@ class Tokenizer:
     def encode(self, text: str, specials: bool = False) -> np.ndarray:
         """The ids of a text, (n,) int64. specials: special tokens that the text spells out become those tokens.
 
-        Raises RequestError for a character that a chars tokenizer does not have.
+        Raises RequestError for a character that a chars tokenizer does not have, and for half a surrogate pair.
         """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{text[max(0, error.start - 10):error.end + 10]!r} holds what is no character: type it in "
+                               "UTF-8") from error
         if not specials:
             return next(self.encode_all([text]))
         parts = re.split("(" + "|".join(map(re.escape, sorted(self.specials, key=len, reverse=True))) + ")", text)

@@ -178,3 +178,17 @@ def test_the_model_is_left_as_it_was() -> None:
     assert model.packed_head is None
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)).backward()
+
+
+def test_rows_of_the_vocabulary_that_the_tokenizer_lacks_are_never_written() -> None:
+    model = random_model(vocab_size=400)
+    with torch.no_grad():
+        model.head_weight[257:] = 50 * model.head_weight[:143].abs()
+    for sampling in (Sampling(), Sampling(temperature=0), Sampling(top_k=5)):
+        assert max(complete(model, BYTES, ["a"], max_new_tokens=30, sampling=sampling)[0].ids) < 257
+
+
+def test_a_prompt_that_is_no_text_is_refused() -> None:
+    for made in (BYTES, tokenizers.chars("abc"), tokenizers.Tokenizer.load("gpt2")):
+        with pytest.raises(RequestError, match="no character"):
+            made.encode("a\udcff")
