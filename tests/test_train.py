@@ -236,7 +236,7 @@ def test_a_folder_of_documents_with_a_window_and_another_validation_text(forge: 
     assert done.code == 0, done.err
     assert "25 documents" in done.out
     assert "attention: blocked" in done.out
-    assert "sdpa: no" in done.out
+    assert "sdpa: it knows no window" in done.out
     done = forge("train", "texts", *TINY, "--data.valid", "valid.txt", "--train.steps", 2, "--run", "s")
     assert "28 bytes, from valid.txt" in done.out
     assert evaluate("s").bytes == 28
