@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import resource
 import statistics
 import sys
@@ -30,7 +29,7 @@ from forge.training import train
 WARM_STEPS = 3
 PROFILED_STEPS = 4
 BUDGET_STEPS = 100_000      # as a long run would choose, of which only the first steps are taken
-BYTE_PRESETS = ("shakespeare", "gpt-10m")       # the others are made for a large vocabulary
+SMALL_PRESETS = ("shakespeare", "gpt-10m")       # the others are made for a large vocabulary
 
 
 class Enough(Exception):
@@ -44,14 +43,13 @@ def bench_train(config: Config, *, steps: int = 20, profile: bool = False) -> di
     The run is that of forge.training.train, in a folder that is removed; a preset made for a large vocabulary takes
     GPT-2's tokenizer. Raises RequestError as train does.
     """
-    if config.data.tokenizer is None and not config.data.text and config.preset not in BYTE_PRESETS:
+    if config.data.tokenizer is None and not config.data.text and config.preset not in SMALL_PRESETS:
         config = replace(config, data=replace(config.data, tokenizer="gpt2"))
     last = WARM_STEPS + steps + (PROFILED_STEPS if profile else 1)      # the last is broken off, without a record
     config = replace(config, train=replace(config.train, steps=BUDGET_STEPS, tokens=None, minutes=None, eval_every=0,
                                            sample_every=0, save_every=0))
     profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *(
         [ProfilerActivity.CUDA] if torch.cuda.is_available() else [])])
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")      # the profiler's own lines
     counted, before = 0, 0.0
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

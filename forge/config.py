@@ -290,8 +290,13 @@ def load_json(path: Path) -> Config:
 
 def save_json(config: Config, path: Path) -> None:
     """Writes the config, at once or not at all."""
+    write_json(asdict(config), path)
+
+
+def write_json(values: dict[str, Any], path: Path) -> None:
+    """Writes a JSON object, at once or not at all."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(asdict(config), indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
 
 

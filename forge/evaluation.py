@@ -17,7 +17,7 @@ import torch
 
 from forge import checkpoint as checkpoints
 from forge import machine
-from forge.config import DataConfig, Failure
+from forge.config import DataConfig, Failure, write_json
 from forge.data import prepare, sources
 from forge.data.loader import Tokens, valid_batches
 from forge.generate import load_model
@@ -118,6 +118,4 @@ def keep(run: Path, result: Evaluation, text: str, model: Transformer) -> None:
         known["tasks"] = known.get("tasks", {}) | {name: r.numbers() for name, r in result.tasks.items()}
     known |= {"checkpoint": result.checkpoint, "dtype": str(model.dtype)[6:],
               "environment": machine.environment(model.embedding.weight.device)}
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_json(known, path)
