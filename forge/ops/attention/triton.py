@@ -61,17 +61,17 @@ def tiles(kernel: str, D: int, itemsize: int, sm: int) -> list[Tile]:
     if itemsize == 4:
         return [Tile(64, 32, 4, 2)]
     if kernel == "forward":
-        return [Tile(128, 128 if D <= 64 else 64, 8, 2)]
+        return [Tile(64, 128, 4, 2) if D <= 64 else Tile(128, 64, 4, 2) if D <= 128 else Tile(64, 32, 4, 2)]
     if kernel == "dkdv":
-        return [Tile(64 if D <= 64 else 32, 128, 8, 2)]
-    return [Tile(128, 64, 8, 2)]
+        return [Tile(128, 64, 4, 2) if D <= 64 else Tile(64, 64, 4, 2) if D <= 128 else Tile(32, 32, 4, 2)]
+    return [Tile(128, 64, 4, 3) if D <= 64 else Tile(128, 64, 8, 3) if D <= 128 else Tile(64, 32, 4, 2)]
 
 
 def precision(dtype: torch.dtype) -> str:
     """Of a float32 product: as exact as float32, unless torch.set_float32_matmul_precision asks for less."""
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return "tf32x3"
+    if dtype != torch.float32:
+        return "ieee"       # not read: the products of 16 bit are exact
+    return "split" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 @functools.cache
@@ -116,6 +116,38 @@ class Launch:
             args[f"{short}_strides"] = tuple(view.stride()[:3])
         return args
 
+    def split(self, *tensors: Tensor, dlse: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+        """q, k, v (and dout) as float16 halves, (B, T, H, 2 D) each, and the factors that undo their scales.
+
+        One scale for a tensor and key head, so that a sequence does not depend on its batch: 2^14 over the largest norm of a
+        row, which bounds every product by 2^28.
+        """
+        if self.meta["PRECISION"] != "split":
+            return list(tensors), tensors[0]
+        norms = [self.by_group(torch.linalg.vector_norm(x, dim=-1).amax(1)) for x in tensors]       # (B, K) each
+        scales = [power_below(2.0 ** 14 / norm) for norm in norms]
+        halves = []
+        for x, scale in zip(tensors, scales):
+            B, T, H, D = x.shape
+            both = torch.empty(B, H, T, 2 * D, dtype=torch.float16, device=x.device)
+            self.kernels.split_kernel[(-(-T // 32), H, B)](
+                X=x, Factor=scale, Halves=both, x_strides=tuple(x.transpose(1, 2).stride()[:3]), T=T, H=H, G=H // self.K, D=D,
+                DP=1 << (D - 1).bit_length(), BM=32, num_warps=4)
+            halves.append(both.transpose(1, 2))
+        sq, sk, sv, *sdo = scales
+        factors = [1 / (sq * sk), 1 / sv]
+        if dlse is not None:
+            largest = norms[2] * norms[3] + self.by_group(dlse.abs().amax(2))       # |dS| is at most twice that
+            sds = power_below(2.0 ** 14 / largest)
+            factors += [sv * sdo[0], sds / (2.0 ** 15 * sv * sdo[0]), 1 / (sds * sk), 1 / (sds * sq), 1 / (2.0 ** 15 * sdo[0])]
+        else:
+            factors += [sv] * 5     # not read
+        return halves, torch.stack(factors, -1).contiguous()
+
+    def by_group(self, x: Tensor) -> Tensor:
+        """(B, heads) -> (B, K): the largest of the heads of a group."""
+        return x.view(self.B, self.K, -1).amax(2)
+
     def section(self, heads: int, rows: int) -> int:
         """Heads worked on at a time: as many as have the rows that they read in half of the L2 cache."""
         return max(1, min(heads, l2_bytes() // 2 // (2 * rows * self.D * self.itemsize)))
@@ -126,11 +158,12 @@ class Launch:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         B, T, H, S = self.B, self.T, self.H, self.S
         G = H // self.K
+        (q, k, v), factors = self.split(q, k, v)
         tile = self.tile("forward", [q, k, v, out])
         section = self.section(B * self.K, S) * G
         args = self.args(tile, Q=(q, tile.rows), K=(k, tile.columns), V=(v, tile.columns), Out=(out, tile.rows))
         self.kernels.forward_kernel[(B * H * -(-T // tile.rows),)](
-            **args, Lse=lse, Starts=self.starts, heads=B * H, H=H, T=T, S=S, section=section, **self.numbers,
+            **args, Lse=lse, Starts=self.starts, Factors=factors, heads=B * H, H=H, T=T, S=S, section=section, **self.numbers,
             **self.options(tile))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -143,6 +176,8 @@ class Launch:
         tile = Tile(R, 64 if D * self.itemsize <= 256 else 32, 4, 2, tma=False)
         args = self.args(tile, Q=(q, R), K=(k, tile.columns), V=(v, tile.columns))
         options = self.options(tile)
+        if self.meta["PRECISION"] == "split":       # the keys are read once: splitting them first would double the bytes
+            options["PRECISION"] = "tf32x3"
         del options["DESC"], options["BM"]
         self.kernels.decode_kernel[(splits, K, B)](
             **args, Parts=parts, Lses=lses, Starts=self.starts, H=H, T=T, S=S, splits=splits, **self.numbers, R=R,
@@ -163,7 +198,8 @@ class Launch:
             o_strides=tuple(out.transpose(1, 2).stride()[:3]), do_strides=tuple(dout.transpose(1, 2).stride()[:3]),
             dl_strides=tuple(dlse.stride()), H=H, T=T, padded=padded, D=D, DP=1 << (D - 1).bit_length(), BM=rows,
             num_warps=4)
-        common = dict(Lse2=lse2, Delta=delta, Starts=self.starts, H=H, T=T, S=S, padded=padded, **self.numbers)
+        (q, k, v, dout), factors = self.split(q, k, v, dout, dlse=dlse)
+        common = dict(Factors=factors, Lse2=lse2, Delta=delta, Starts=self.starts, H=H, T=T, S=S, padded=padded, **self.numbers)
         tile = self.tile("dkdv", [q, k, v, dout, dk, dv])
         ends = self.starts
         if self.meta["STARTS"]:
@@ -178,6 +214,11 @@ class Launch:
                          DQ=(dq, tile.rows))
         self.kernels.dq_kernel[(B * H * -(-T // tile.rows),)](
             **args, **common, heads=B * H, section=self.section(B * K, S) * G, **self.options(tile))
+
+
+def power_below(x: Tensor) -> Tensor:
+    """The power of two at or below x, between 2^-60 and 2^60; 1 where x is no number or not finite."""
+    return torch.where(x.isfinite(), torch.exp2(x.log2().floor().clamp(-60, 60)), 1.0)
 
 
 def unit(x: Tensor) -> Tensor:

@@ -5,12 +5,18 @@ two parts along D, (N, D0) and (N, D1): a head_dim of 80 is 64 + 16, not padded 
 Every query row i (in key coordinates: its own position, the last query at the last key) sees the keys
 low(i) <= j <= high(i). Both bounds grow with i, so blocks of keys that all rows of a block see lie between some that
 only a part of them sees: the full ones run without a mask, the others before and after them in one masked loop.
+
+float32 on tensor cores (PRECISION "split"): every tensor is scaled by a power of two to the top of float16's range and split
+into two float16 halves, high and low, which hold 22 bits; a product is high high + high low + low high, summed in float32
+(Ootomo and Yokota, arXiv:2203.03341). That is three products at float16's rate, where three of TF32 run at half of it and
+bfloat16 needs six. Factors (B, K, 7) float32 undoes the scales; see Launch.split in triton.py.
 """
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LIFT = tl.constexpr(15)         # a split P is computed times 2^15, the top of float16: its low half is then no denormal
 LOWEST = tl.constexpr(-3.4028234663852886e38)       # where the maximum starts; -inf would give exp(-inf + inf)
 
 
@@ -32,17 +38,28 @@ def part(X, b, h, row, rows, strides, N: tl.constexpr, D: tl.constexpr, COLUMN: 
 
 
 @triton.jit
-def tile(X, b, h, row, rows, strides, N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DESC: tl.constexpr):
+def tile(X, b, h, row, rows, strides, N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DESC: tl.constexpr,
+         PRECISION: tl.constexpr):
+    """The parts of a tile; of a split float32 tensor those of its high and then those of its low half."""
+    high = part(X, b, h, row, rows, strides, N, D0, 0, DESC)
     if D1:
-        return (part(X, b, h, row, rows, strides, N, D0, 0, DESC), part(X, b, h, row, rows, strides, N, D1, D0, DESC))
+        high1 = part(X, b, h, row, rows, strides, N, D1, D0, DESC)
+    if PRECISION == "split":
+        low = part(X, b, h, row, rows, strides, N, D0, D0 + D1, DESC)
+        if D1:
+            return high, high1, low, part(X, b, h, row, rows, strides, N, D1, D0 + D1 + D0, DESC)
+        else:
+            return high, low
+    elif D1:
+        return high, high1
     else:
-        return (part(X, b, h, row, rows, strides, N, D0, 0, DESC),)
+        return (high,)
 
 
 @triton.jit
 def zeros(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
     if D1:
-        return (tl.zeros((N, D0), tl.float32), tl.zeros((N, D1), tl.float32))
+        return tl.zeros((N, D0), tl.float32), tl.zeros((N, D1), tl.float32)
     else:
         return (tl.zeros((N, D0), tl.float32),)
 
@@ -50,7 +67,7 @@ def zeros(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
 @triton.jit
 def times(x, factor, D1: tl.constexpr):
     if D1:
-        return (x[0] * factor, x[1] * factor)
+        return x[0] * factor, x[1] * factor
     else:
         return (x[0] * factor,)
 
@@ -58,20 +75,44 @@ def times(x, factor, D1: tl.constexpr):
 @triton.jit
 def inner(x, y, D1: tl.constexpr, PRECISION: tl.constexpr):
     """(N, D) and (M, D) -> (N, M), summed over D."""
-    s = tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
-    if D1:
-        s = tl.dot(x[1], tl.trans(y[1]), s, input_precision=PRECISION)
-    return s
+    if PRECISION == "split":        # high low + low high + high high; what is left out is 2^-22 of it
+        if D1:
+            s = tl.dot(x[0], tl.trans(y[2]))
+            s = tl.dot(x[2], tl.trans(y[0]), s)
+            s = tl.dot(x[1], tl.trans(y[3]), s)
+            s = tl.dot(x[3], tl.trans(y[1]), s)
+            return tl.dot(x[1], tl.trans(y[1]), tl.dot(x[0], tl.trans(y[0]), s))
+        else:
+            s = tl.dot(x[0], tl.trans(y[1]))
+            s = tl.dot(x[1], tl.trans(y[0]), s)
+            return tl.dot(x[0], tl.trans(y[0]), s)
+    else:
+        s = tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
+        if D1:
+            s = tl.dot(x[1], tl.trans(y[1]), s, input_precision=PRECISION)
+        return s
+
+
+@triton.jit
+def add_part(acc, x, low, y, y_low, PRECISION: tl.constexpr):
+    if PRECISION == "split":
+        acc = tl.dot(low, y, tl.dot(x, y_low, acc))
+        return tl.dot(x, y, acc)
+    else:
+        return tl.dot(x, y, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def add(acc, x, y, D1: tl.constexpr, PRECISION: tl.constexpr):
-    """acc (N, D) + x (N, M) @ y (M, D)."""
-    x = x.to(y[0].dtype)
+    """acc (N, D) + x (N, M) @ y (M, D); x in float32."""
+    high = x.to(y[0].dtype)
+    low = (x - high).to(y[0].dtype) if PRECISION == "split" else high
+    parts: tl.constexpr = 0 if PRECISION != "split" else 2 if D1 else 1
     if D1:
-        return (tl.dot(x, y[0], acc[0], input_precision=PRECISION), tl.dot(x, y[1], acc[1], input_precision=PRECISION))
+        return (add_part(acc[0], high, low, y[0], y[parts], PRECISION),
+                add_part(acc[1], high, low, y[1], y[1 + parts], PRECISION))
     else:
-        return (tl.dot(x, y[0], acc[0], input_precision=PRECISION),)
+        return (add_part(acc[0], high, low, y[0], y[parts], PRECISION),)
 
 
 @triton.jit
@@ -157,7 +198,7 @@ def forward_step(acc, l, m, q, K, V, b, hk, n, S, k_strides, v_strides, i, low, 
                  BN: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                  STARTS: tl.constexpr, SOFTCAP: tl.constexpr, DESC: tl.constexpr, PRECISION: tl.constexpr,
                  MASKED: tl.constexpr):
-    k = tile(K, b, hk, n, S, k_strides, BN, D0, D1, DESC)
+    k = tile(K, b, hk, n, S, k_strides, BN, D0, D1, DESC, PRECISION)
     s = inner(q, k, D1, PRECISION)
     if SOFTCAP:
         s = tanh(s * (scale / softcap))
@@ -168,16 +209,16 @@ def forward_step(acc, l, m, q, K, V, b, hk, n, S, k_strides, v_strides, i, low, 
         j = n + tl.arange(0, BN)
         s = tl.where(visible(i[:, None], j[None, :], low[:, None], S, CAUSAL, WINDOW, STARTS), s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
-    p = tl.exp2(s * factor - m_new[:, None])
+    p = tl.exp2(s * factor - (m_new - (LIFT if PRECISION == "split" else 0))[:, None])
     shrink = tl.exp2(m - m_new)
     l = l * shrink + tl.sum(p, 1)
-    v = tile(V, b, hk, n, S, v_strides, BN, D0, D1, DESC)
+    v = tile(V, b, hk, n, S, v_strides, BN, D0, D1, DESC, PRECISION)
     acc = add(times(acc, shrink[:, None], D1), p, v, D1, PRECISION)
     return acc, l, m_new
 
 
 @triton.jit
-def forward_kernel(Q, K, V, Out, Lse, Starts, q_strides, k_strides, v_strides, o_strides,
+def forward_kernel(Q, K, V, Out, Lse, Starts, Factors, q_strides, k_strides, v_strides, o_strides,
                    heads, H, T, S, window, scale, softcap, section,
                    G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -189,7 +230,11 @@ def forward_kernel(Q, K, V, Out, Lse, Starts, q_strides, k_strides, v_strides, o
     low, first, full_first, end, full_end = bounds(Starts, b, i0, T, S, window, BM, CAUSAL, WINDOW, STARTS)
     n0, n1, n2, n3 = blocks_of(first, full_first, end, full_end, BN)
     i = i0 + tl.arange(0, BM) + (S - T)
-    q = tile(Q, b, h, i0, T, q_strides, BM, D0, D1, DESC)
+    out_factor, lift = 1.0, 0
+    if PRECISION == "split":
+        factors = Factors + (b * (H // G) + hk) * 7
+        scale, out_factor, lift = scale * tl.load(factors), tl.load(factors + 1), LIFT
+    q = tile(Q, b, h, i0, T, q_strides, BM, D0, D1, DESC, PRECISION)
     acc = zeros(BM, D0, D1)
     l = tl.zeros((BM,), tl.float32)
     m = tl.full((BM,), LOWEST, tl.float32)
@@ -201,11 +246,25 @@ def forward_kernel(Q, K, V, Out, Lse, Starts, q_strides, k_strides, v_strides, o
         acc, l, m = forward_step(acc, l, m, q, K, V, b, hk, n, S, k_strides, v_strides, i, low, scale, softcap, BN,
                                  D0, D1, CAUSAL, WINDOW, STARTS, SOFTCAP, DESC, PRECISION, True)
     some = l > 0
-    acc = times(acc, tl.where(some, 1 / tl.where(some, l, 1.0), 0.0)[:, None], D1)
+    acc = times(acc, tl.where(some, out_factor / tl.where(some, l, 1.0), 0.0)[:, None], D1)
     store(Out, acc, b, h, i0, T, o_strides, BM, D0, D1, DESC)
     rows = i0 + tl.arange(0, BM)
-    lse = tl.where(some, (m + tl.log2(tl.where(some, l, 1.0))) / LOG2E, float("-inf"))
+    lse = tl.where(some, (m + tl.log2(tl.where(some, l, 1.0)) - lift) / LOG2E, float("-inf"))
     tl.store(Lse + wide(bh) * T + rows, lse, mask=rows < T)
+
+
+@triton.jit
+def split_kernel(X, Factor, Halves, x_strides, T, H, G, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):
+    """Halves (B, H, T, 2 D), dense, float16: high + low = X times Factor (B, K), a power of two."""
+    i0, h, b = tl.program_id(0) * BM, tl.program_id(1), tl.program_id(2)
+    i, d = tl.arange(0, BM), tl.arange(0, DP)
+    inside = (i0 + i < T)[:, None] & (d < D)[None, :]
+    at = wide(b) * x_strides[0] + wide(h) * x_strides[1] + wide(i0) * x_strides[2]
+    x = tl.load(X + at + i[:, None] * x_strides[2] + d[None, :], inside, 0.0) * tl.load(Factor + (b * H + h) // G)
+    high = x.to(tl.float16)
+    to = Halves + ((wide(b) * H + h) * T + i0) * (2 * D) + i[:, None] * (2 * D) + d[None, :]
+    tl.store(to, high, inside)
+    tl.store(to + D, (x - high).to(tl.float16), inside)
 
 
 @triton.jit
@@ -239,13 +298,15 @@ def probabilities(s, lse2, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, h, m0, H, T, S, padded, q_strides, do_strides, j, Starts, window,
-              scale, softcap, BM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, CAUSAL: tl.constexpr,
-              WINDOW: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr, DESC: tl.constexpr,
-              PRECISION: tl.constexpr, MASKED: tl.constexpr):
+              scale, softcap, delta_factor, ds_factor, BM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+              CAUSAL: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr,
+              DESC: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr):
     rows = m0 + tl.arange(0, BM)
     at = wide(b * H + h) * padded + rows
     lse2, delta = tl.load(Lse2 + at), tl.load(Delta + at)
-    q = tile(Q, b, h, m0, T, q_strides, BM, D0, D1, DESC)
+    if PRECISION == "split":
+        lse2, delta = lse2 - LIFT, delta * delta_factor
+    q = tile(Q, b, h, m0, T, q_strides, BM, D0, D1, DESC, PRECISION)
     p, slope = probabilities(inner(k, q, D1, PRECISION), lse2[None, :], scale, softcap, SOFTCAP)     # (BN, BM)
     if MASKED:
         i = rows + (S - T)
@@ -255,14 +316,16 @@ def dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, h, m0, H, T, S, padded, q_s
         if STARTS:
             low = tl.maximum(low, tl.load(Starts + wide(b) * T + rows, mask=rows < T, other=S))
         p = tl.where(visible(i[None, :], j[:, None], low[None, :], S, CAUSAL, WINDOW, STARTS), p, 0.0)
-    do = tile(DOut, b, h, m0, T, do_strides, BM, D0, D1, DESC)
+    do = tile(DOut, b, h, m0, T, do_strides, BM, D0, D1, DESC, PRECISION)
     dv = add(dv, p, do, D1, PRECISION)
     ds = p * (inner(v, do, D1, PRECISION) - delta[None, :]) * slope
+    if PRECISION == "split":
+        ds = ds * ds_factor
     return add(dk, ds, q, D1, PRECISION), dv
 
 
 @triton.jit
-def dkdv_kernel(Q, K, V, DOut, DK, DV, Lse2, Delta, Starts, Ends, q_strides, k_strides, v_strides, do_strides, dk_strides,
+def dkdv_kernel(Q, K, V, DOut, DK, DV, Lse2, Delta, Starts, Ends, Factors, q_strides, k_strides, v_strides, do_strides, dk_strides,
                 dv_strides, heads, H, T, S, padded, window, scale, softcap, section,
                 G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                 CAUSAL: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -285,44 +348,51 @@ def dkdv_kernel(Q, K, V, DOut, DK, DV, Lse2, Delta, Starts, Ends, q_strides, k_s
     m0, m1, m2, m3 = blocks_of(first, full_first, max(end, 0), max(full_end, 0), BM)
     if not WINDOW and not STARTS:       # rows outside have P = 0 by their lse: no mask at the end
         m2 = m3
+    dk_factor, dv_factor, delta_factor, ds_factor = scale, 1.0, 1.0, 1.0
+    if PRECISION == "split":
+        factors = Factors + (b * (H // G) + hk) * 7
+        scale, delta_factor, ds_factor = scale * tl.load(factors), tl.load(factors + 2), tl.load(factors + 3)
+        dk_factor, dv_factor = dk_factor * tl.load(factors + 5), tl.load(factors + 6)
     j = j0 + tl.arange(0, BN)
-    k = tile(K, b, hk, j0, S, k_strides, BN, D0, D1, DESC)
-    v = tile(V, b, hk, j0, S, v_strides, BN, D0, D1, DESC)
+    k = tile(K, b, hk, j0, S, k_strides, BN, D0, D1, DESC, PRECISION)
+    v = tile(V, b, hk, j0, S, v_strides, BN, D0, D1, DESC, PRECISION)
     dk, dv = zeros(BN, D0, D1), zeros(BN, D0, D1)
     full, masked = m2 - m1, m1 - m0 + m3 - m2
     for step in tl.range(0, G * full, BM):
         g = step // tl.maximum(full, 1) if G > 1 else 0
         dk, dv = dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, hk * G + g, m1 + step - g * full, H, T, S, padded,
-                           q_strides, do_strides, j, Starts, window, scale, softcap, BM, D0, D1, CAUSAL, WINDOW,
-                           STARTS, SOFTCAP, DESC, PRECISION, False)
+                           q_strides, do_strides, j, Starts, window, scale, softcap, delta_factor, ds_factor, BM, D0,
+                           D1, CAUSAL, WINDOW, STARTS, SOFTCAP, DESC, PRECISION, False)
     for step in tl.range(0, G * masked, BM):
         g = step // tl.maximum(masked, 1) if G > 1 else 0
         within = step - g * masked
         dk, dv = dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, hk * G + g,
                            m0 + within + tl.where(within >= m1 - m0, m2 - m1, 0), H, T, S, padded,
-                           q_strides, do_strides, j, Starts, window, scale, softcap, BM, D0, D1, CAUSAL, WINDOW,
-                           STARTS, SOFTCAP, DESC, PRECISION, True)
-    store(DV, dv, b, hk, j0, S, dv_strides, BN, D0, D1, DESC)
-    store(DK, times(dk, scale, D1), b, hk, j0, S, dk_strides, BN, D0, D1, DESC)
+                           q_strides, do_strides, j, Starts, window, scale, softcap, delta_factor, ds_factor, BM, D0,
+                           D1, CAUSAL, WINDOW, STARTS, SOFTCAP, DESC, PRECISION, True)
+    store(DV, times(dv, dv_factor, D1), b, hk, j0, S, dv_strides, BN, D0, D1, DESC)
+    store(DK, times(dk, dk_factor, D1), b, hk, j0, S, dk_strides, BN, D0, D1, DESC)
 
 
 @triton.jit
-def dq_step(dq, q, do, lse2, delta, K, V, b, hk, n, S, k_strides, v_strides, i, low, scale, softcap,
+def dq_step(dq, q, do, lse2, delta, K, V, b, hk, n, S, k_strides, v_strides, i, low, scale, softcap, ds_factor,
             BN: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
             STARTS: tl.constexpr, SOFTCAP: tl.constexpr, DESC: tl.constexpr, PRECISION: tl.constexpr,
             MASKED: tl.constexpr):
-    k = tile(K, b, hk, n, S, k_strides, BN, D0, D1, DESC)
-    v = tile(V, b, hk, n, S, v_strides, BN, D0, D1, DESC)
+    k = tile(K, b, hk, n, S, k_strides, BN, D0, D1, DESC, PRECISION)
+    v = tile(V, b, hk, n, S, v_strides, BN, D0, D1, DESC, PRECISION)
     p, slope = probabilities(inner(q, k, D1, PRECISION), lse2[:, None], scale, softcap, SOFTCAP)
     if MASKED:
         j = n + tl.arange(0, BN)
         p = tl.where(visible(i[:, None], j[None, :], low[:, None], S, CAUSAL, WINDOW, STARTS), p, 0.0)
     ds = p * (inner(do, v, D1, PRECISION) - delta[:, None]) * slope
+    if PRECISION == "split":
+        ds = ds * ds_factor
     return add(dq, ds, k, D1, PRECISION)
 
 
 @triton.jit
-def dq_kernel(Q, K, V, DOut, DQ, Lse2, Delta, Starts, q_strides, k_strides, v_strides, do_strides, dq_strides,
+def dq_kernel(Q, K, V, DOut, DQ, Lse2, Delta, Starts, Factors, q_strides, k_strides, v_strides, do_strides, dq_strides,
               heads, H, T, S, padded, window, scale, softcap, section,
               G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
               CAUSAL: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -335,19 +405,24 @@ def dq_kernel(Q, K, V, DOut, DQ, Lse2, Delta, Starts, q_strides, k_strides, v_st
     n0, n1, n2, n3 = blocks_of(first, full_first, end, full_end, BN)
     rows = i0 + tl.arange(0, BM)
     i = rows + (S - T)
-    q = tile(Q, b, h, i0, T, q_strides, BM, D0, D1, DESC)
-    do = tile(DOut, b, h, i0, T, do_strides, BM, D0, D1, DESC)
+    q = tile(Q, b, h, i0, T, q_strides, BM, D0, D1, DESC, PRECISION)
+    do = tile(DOut, b, h, i0, T, do_strides, BM, D0, D1, DESC, PRECISION)
     at = wide(bh) * padded + rows
     lse2, delta = tl.load(Lse2 + at), tl.load(Delta + at)
+    dq_factor, ds_factor = scale, 1.0
+    if PRECISION == "split":
+        factors = Factors + (b * (H // G) + hk) * 7
+        lse2, delta, ds_factor = lse2 - LIFT, delta * tl.load(factors + 2), tl.load(factors + 3)
+        scale, dq_factor = scale * tl.load(factors), dq_factor * tl.load(factors + 4)
     dq = zeros(BM, D0, D1)
     for n in tl.range(n1, n2, BN):
-        dq = dq_step(dq, q, do, lse2, delta, K, V, b, hk, n, S, k_strides, v_strides, i, low, scale, softcap, BN,
-                     D0, D1, CAUSAL, WINDOW, STARTS, SOFTCAP, DESC, PRECISION, False)
+        dq = dq_step(dq, q, do, lse2, delta, K, V, b, hk, n, S, k_strides, v_strides, i, low, scale, softcap, ds_factor,
+                     BN, D0, D1, CAUSAL, WINDOW, STARTS, SOFTCAP, DESC, PRECISION, False)
     for step in tl.range(0, n1 - n0 + n3 - n2, BN):
         n = n0 + step + tl.where(step >= n1 - n0, n2 - n1, 0)
-        dq = dq_step(dq, q, do, lse2, delta, K, V, b, hk, n, S, k_strides, v_strides, i, low, scale, softcap, BN,
-                     D0, D1, CAUSAL, WINDOW, STARTS, SOFTCAP, DESC, PRECISION, True)
-    store(DQ, times(dq, scale, D1), b, h, i0, T, dq_strides, BM, D0, D1, DESC)
+        dq = dq_step(dq, q, do, lse2, delta, K, V, b, hk, n, S, k_strides, v_strides, i, low, scale, softcap, ds_factor,
+                     BN, D0, D1, CAUSAL, WINDOW, STARTS, SOFTCAP, DESC, PRECISION, True)
+    store(DQ, times(dq, dq_factor, D1), b, h, i0, T, dq_strides, BM, D0, D1, DESC)
 
 
 @triton.jit
