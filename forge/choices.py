@@ -15,8 +15,9 @@ from torch._inductor.exc import InductorError
 
 from forge import machine
 from forge.config import Config, Interrupted, ModelConfig, RequestError, TrainConfig, nearest
+from forge.memory import Memory, processor_name
 from forge.model.transformer import Transformer, init_weights
-from forge.ops.attention import BACKENDS, Case, passing, verdicts
+from forge.ops.attention import BACKENDS, Case, fastest, passing, tuned, verdicts
 
 Say = Callable[[str], None]
 
@@ -25,6 +26,9 @@ TRIAL_S = 0.7           # for each candidate, or three steps
 BETTER = 0.95           # a candidate takes over when it needs less than this part of the time
 COMPILE_S = 20          # what compiling takes with an empty cache ...
 COMPILE_GAIN = 0.25     # ... and the part of a step that it usually saves (docs/RESULTS.md)
+TUNE_S = 45             # what measuring the tiles of attention takes on a GPU, once, ...
+TUNE_GAIN = 0.02        # ... and the part of a step that it may save
+GPU_RATE = 0.4          # what a step reaches of the rate of a matrix product
 
 
 def choose(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
@@ -43,8 +47,8 @@ def choose(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
     if t.attention != "auto":
         require_backend(t.attention, fits)
     start = replace(t, device=device.type, dtype=first, threads=torch.get_num_threads(),  # type: ignore[arg-type]
-                    attention=passing(fits)[0] if t.attention == "auto" else t.attention,
-                    compile=compiler is not None if t.compile is None else t.compile)
+                    attention=t.attention if t.attention != "auto" else passing(fits)[0] if device.type == "cpu" else
+                    on_gpu(c, fits), compile=compiler is not None if t.compile is None else t.compile)
     rows = t.micro_batch or machine.micro_batch(replace(c, train=start), device, getattr(torch, first))
     start = replace(start, micro_batch=rows)
     chosen, why = by_trial(c, start, mask) if device.type == "cpu" else (start, "")
@@ -74,11 +78,24 @@ def case(m: ModelConfig, device: torch.device, dtype: str, mask: bool) -> Case:
                 single=m.seq_len == 1, causal=True, window=windowed, starts=mask, softcap=False, lse=False)
 
 
+def on_gpu(c: Config, case: Case) -> str:
+    """The backend that is fastest at the run's own shape; of a long run with tiles measured for it."""
+    m, t = c.model, c.train
+    with machine.deterministic(t.deterministic):
+        name = fastest(case, m.seq_len, m.n_heads, m.n_kv_heads)
+        planned_s = 60 * t.minutes if t.minutes else (
+            m.flops_per_token() * (t.tokens or (t.steps or 0) * t.batch_tokens) / (GPU_RATE * machine.matmul_flops(
+                torch.device(case.device), case.dtype, seconds=0.1)))
+        if name == "triton" and planned_s * TUNE_GAIN > TUNE_S:
+            name = tuned(case, m.seq_len, m.n_heads, m.n_kv_heads)
+    return name
+
+
 def require_backend(name: str, case: Case) -> None:
     """Raises RequestError unless there is such a backend and it can do this."""
-    if name not in BACKENDS:
+    if (backend := name.split(" ")[0]) not in BACKENDS:
         raise RequestError(f"--train.attention {name}: there is no such backend; {nearest(name, ['auto', *BACKENDS])}")
-    if reason := BACKENDS[name].supports(case):
+    if reason := BACKENDS[backend].supports(case):
         raise RequestError(f"--train.attention {name}: {reason}; leave it out, or name another of {', '.join(BACKENDS)}")
 
 
@@ -86,7 +103,7 @@ def by_trial(c: Config, start: TrainConfig, mask: bool) -> tuple[TrainConfig, st
     """The settings of the fastest trial step, and what was measured. What the user named (c.train) is not tried against
     others; what is left is settled one after the other: dtype, attention, threads, compile."""
     m, t = c.model, c.train
-    memory = machine.Memory(f"{machine.processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+    memory = Memory(f"{processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
                             f"deterministic {t.deterministic}, mask {mask}, {asdict(m) | {'n_layers': 2}}")
     seen: dict[str, float] = {}
 

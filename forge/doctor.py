@@ -17,6 +17,7 @@ import torch
 
 import forge
 from forge import machine
+from forge.memory import memory_path, processor_name
 from forge.ops.attention import BACKENDS, Case, attention, verdict
 
 HEAD_DIM = 64
@@ -40,7 +41,7 @@ def doctor(device: str = "auto") -> Iterator[str]:
 def devices(place: torch.device) -> Iterator[str]:
     there = [name for name, found in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available()),
                                       ("cpu", True)) if found]
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else machine.processor_name()
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else processor_name()
     others = [other for other in there if other != place.type]
     yield f"device: {place.type}, {name}" + (f" (also: {', '.join(others)})" if others else "")
     if place.type == "cpu" and shutil.which("nvidia-smi"):
@@ -109,7 +110,7 @@ def backends(place: torch.device) -> Iterator[str]:
                 yield f"  {what}: {name} {ms:.1f} ms, agrees with the reference{memory}"
             else:
                 yield f"  {what}: {name} is not taken: {reason}"
-    yield f"  training takes the fastest, measured on the model's own shape and remembered in {machine.memory_path()};"
+    yield f"  training takes the fastest, measured on the model's own shape and remembered in {memory_path()};"
     yield "  remove that file after a change of the machine, or when it was busy at the time"
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,6 +17,7 @@ import torch
 
 import forge
 from forge.config import Config, RequestError
+from forge.memory import processor_name
 
 MICRO_BATCH_TOKENS = {"mps": 16_384, "cuda": 65_536}     # in one forward; more gains nothing
 THREAD_TOKENS = 1024    # on a CPU, for each thread: 16,384 on two, which leave its caches, took a quarter more time
@@ -49,42 +48,6 @@ def settle_cpu(threads: int = 0) -> None:
     for dtype in (torch.float32, torch.float64):
         for function in (torch.exp, torch.log, torch.sqrt, torch.sin, torch.cos, torch.tanh, torch.erf, torch.log1p):
             function(torch.ones(1, dtype=dtype))
-
-
-def memory_path() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forge" / "measured.json"
-
-
-class Memory:
-    """What was measured once on this machine in one circumstance (a text): memory(name, measure) measures what it does not
-    know yet. So two runs of one seed choose alike."""
-
-    def __init__(self, circumstance: str) -> None:
-        self.path, self.circumstance = memory_path(), circumstance
-
-    def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """All that is known, and the part of this circumstance; nothing when the file is missing or damaged."""
-        try:
-            known = json.loads(self.path.read_text(encoding="utf-8"))
-            return known, dict(known.get(self.circumstance, {}))
-        except (OSError, ValueError, TypeError, AttributeError):
-            return {}, {}
-
-    def __call__(self, name: str, measure: Callable[[], float]) -> float:
-        _, here = self.read()
-        if isinstance(here.get(name), float):
-            return here[name]
-        value = float(measure())
-        known, here = self.read()       # another run may have written meanwhile
-        known[self.circumstance] = here | {name: value}
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            partial.write_text(json.dumps(known, indent=1) + "\n")
-            partial.replace(self.path)
-        except OSError:
-            pass        # a home that cannot be written: measured again next time
-        return value
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, n: int = 0, seconds: float = 0.5) -> float:
@@ -159,11 +122,3 @@ def environment(device: torch.device) -> dict[str, object]:
             "processor": processor_name(), "cores": psutil.cpu_count(logical=False), "threads": torch.get_num_threads(),
             "memory_bytes": psutil.virtual_memory().total, "device": device.type,
             "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None, "argv": sys.argv}
-
-
-def processor_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -12,6 +12,7 @@ from torch._inductor.exc import InductorError
 
 from forge import choices, machine
 from forge.config import Config, Interrupted, ModelConfig, RequestError, TrainConfig
+from forge.memory import Memory
 
 CPU = torch.device("cpu")
 BASE = Config(model=ModelConfig(vocab_size=32, dim=16, n_layers=1, n_heads=2, seq_len=16).resolve(),
@@ -162,7 +163,7 @@ def test_the_matrix_rate_is_a_rate() -> None:
 def test_a_home_that_cannot_be_written_costs_only_the_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert machine.Memory("here")("x", lambda: 3.0) == 3.0
+    assert Memory("here")("x", lambda: 3.0) == 3.0
 
 
 Call = Callable[..., object]

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import importlib.util
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from forge.ops.attention import blocked, reference, sdpa
+from forge.memory import Memory, processor_name
+from forge.ops.attention import blocked, reference, sdpa, triton
 
-# In the order in which they are tried. A backend is a module with
+# A backend is a module with
 #   supports(case: Case) -> None, or the reason why not
 #   attend(q, k, v, starts, causal, window, scale, softcap) -> (out, lse or None), differentiable
-BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "blocked": blocked, "reference": reference}
+# `triton` also takes its tiles, which stand behind its name: "triton 128x64w4s2 64x64w4s2 128x64w8s3" (triton.tune).
+BACKENDS: dict[str, ModuleType] = {"triton": triton, "sdpa": sdpa, "blocked": blocked, "reference": reference}
 
 
 class Case(NamedTuple):
@@ -32,6 +40,11 @@ class Case(NamedTuple):
     softcap: bool
     lse: bool
 
+    def text(self) -> str:
+        """As the file of measurements names it."""
+        switches = ", ".join(name for name in self._fields[3:] if getattr(self, name))
+        return f"{self.device} {str(self.dtype)[6:]} head_dim {self.head_dim}" + f", {switches}" * bool(switches)
+
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None,
               starts: Tensor | None = None, scale: float | None = None, softcap: float | None = None,
@@ -44,13 +57,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
     starts (B, T) int32: the first key each query may see, for packed documents; non-decreasing along T.
     scale: of q·k, 1/sqrt(D) when None. softcap: s becomes softcap * tanh(s / softcap).
     return_lse: also lse (B, H, T) float32 (float64 for float64), natural log, -inf for a row that sees no key.
-    backend: a key of BACKENDS; None takes the first that passed its check on this machine.
+    backend: a key of BACKENDS; None takes the fastest of those that passed their check on this machine.
+    Under torch.autocast q, k and v are cast as its products are. float32 is computed as exactly as float32, unless
+    torch.set_float32_matmul_precision asks for less.
     A row that sees no key gives zeros. Deterministic; `sdpa` is where torch.use_deterministic_algorithms(True) holds.
     Raises ValueError naming the shape or the argument that does not fit.
     Source: FlashAttention-2, arXiv:2307.08691, algorithm 1. Checked against reference.py.
     """
+    if any(x.dim() != 4 for x in (q, k, v)):
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must have 4 dimensions: batch, "
+                         "tokens, heads, head_dim")
     B, T, H, D = q.shape
     S, K = k.shape[1], k.shape[2]
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if k.shape != (B, S, K, D) or v.shape != k.shape:
         raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must be (B, S, K, D) = ({B}, S, K, {D}) for "
                          f"q {tuple(q.shape)}")
@@ -65,47 +85,118 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
         raise ValueError(f"starts {tuple(starts.shape)} must be (B, T) = ({B}, {T})")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap} must be positive")
-    if backend is not None and backend not in BACKENDS:
+    name, _, tiles = (backend or "").partition(" ")
+    if backend is not None and name not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
     case = Case(q.device.type, q.dtype, D, H != K, T == S, T == 1, causal, window is not None, starts is not None,
                 softcap is not None, return_lse)
     if backend is None:
-        backend = choose(*case)
-    elif reason := BACKENDS[backend].supports(case):
+        name = choose(T > SHORT, *case)
+    elif reason := BACKENDS[name].supports(case):
         raise ValueError(f"backend={backend!r} cannot do this: {reason}; leave backend out, or name another of "
                          f"{', '.join(BACKENDS)}")
     if starts is not None:
         starts = starts.to(torch.int32)
-    out, lse = BACKENDS[backend].attend(q, k, v, starts, causal, window, D ** -0.5 if scale is None else scale, softcap)
+    out, lse = BACKENDS[name].attend(q, k, v, starts, causal, window, D ** -0.5 if scale is None else scale, softcap,
+                                     *([tiles] if tiles else []))
     return (out, lse) if return_lse else out
 
 
+SHORT, LONG = 512, 2048     # a choice is measured at either, and holds for all lengths on its side of SHORT
+
+
 @torch.compiler.assume_constant_result
-def choose(*case: Any) -> str:
-    """The first backend in the order of BACKENDS that supports Case(*case) and passes its probe on this machine."""
-    return next(name for name, reason in verdicts(Case(*case)).items() if reason is None)
+def choose(long: bool, *case: Any) -> str:
+    """The fastest backend that supports Case(*case) and passes its probe on this machine."""
+    return fastest(Case(*case), LONG if long else SHORT, *((8, 2) if Case(*case).grouped else (8, 8)))
+
+
+@functools.cache
+def fastest(case: Case, T: int, H: int, K: int) -> str:
+    """The backend that needs the least time for a forward and backward of T queries, H heads, K key heads.
+
+    Measured once on this machine, in turns, and remembered; a lone candidate is not measured."""
+    names = passing(case)
+    if len(names) == 1:
+        return names[0]
+
+    def measure() -> str:
+        best = dict.fromkeys(names, float("inf"))
+        for _ in range(4):
+            for name in names:
+                best[name] = min(best[name], attend_ms(name, case, T, H, K))
+        return min(names, key=lambda name: best[name])
+
+    found = Memory(circumstance(case.device))(f"fastest of {', '.join(names)}, T={T} H={H} K={K}, {case.text()}", measure)
+    return found if found in names else names[0]
+
+
+def tuned(case: Case, T: int, H: int, K: int) -> str:
+    """The backend `triton` with the fastest of its tiles, measured once on this machine."""
+    return "triton " + Memory(circumstance(case.device))(f"tiles, T={T} H={H} K={K}, {case.text()}",
+                                                         lambda: triton.tune(case, T, H, K))
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def attend_ms(name: str, case: Case, T: int, H: int, K: int) -> float:
+    """Milliseconds of one forward and backward, which is preceded by none: call it more than once."""
+    B = 1 if case.device == "cpu" else max(1, 2 ** 17 // (T * H))
+    T, S = (1, 2 * SHORT) if case.single else (T, T if case.square else 2 * T)
+    q, k, v = (x.requires_grad_() for x in random_inputs(case, (B, T, H), (B, S, K), (B, S, K)))
+    starts = torch.zeros(B, T, dtype=torch.int32, device=case.device) if case.starts else None
+    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(case.device, lambda: None)
+    wait()
+    began = time.perf_counter()
+    out, _ = BACKENDS[name].attend(q, k, v, starts, case.causal, max(1, T // 4) if case.window else None,
+                                   case.head_dim ** -0.5, 20.0 if case.softcap else None)
+    out.sum().backward()
+    wait()
+    return 1000 * (time.perf_counter() - began)
+
+
+def random_inputs(case: Case, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Tensors (*shape, head_dim) of standard normal numbers; torch's own random state stays as it is."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, case.head_dim, generator=generator).to(case.device, case.dtype) for shape in shapes]
 
 
 def verdicts(case: Case) -> dict[str, str | None]:
-    """Each backend up to the one taken: None for that, and why not for those before it."""
-    found: dict[str, str | None] = {}
-    for name in BACKENDS:
-        found[name] = verdict(name, case)
-        if found[name] is None:
-            return found
-    raise RuntimeError(f"no attention backend passed for {case}: {found}")
+    """Each backend: None where it can do this and passes its probe, else why not."""
+    return {name: verdict(name, case) for name in BACKENDS}
 
 
 def passing(case: Case) -> list[str]:
     """All backends that can do this and pass their probe, but `reference`, whose memory is T², only when it is alone."""
-    names = [name for name in BACKENDS if verdict(name, case) is None]
+    found = verdicts(case)
+    names = [name for name, reason in found.items() if reason is None]
+    if not names:
+        raise RuntimeError(f"no attention backend passed for {case}: {found}")
     return [name for name in names if name != "reference"] or names
 
 
 @functools.cache
 def verdict(name: str, case: Case) -> str | None:
-    """None, or why a backend is not taken here. Asked once a process."""
-    return BACKENDS[name].supports(case) or probe(name, case)
+    """None, or why a backend is not taken here. Its probe runs once on this machine; a backend that fails is named."""
+    if reason := BACKENDS[name].supports(case):
+        return reason
+    reason = Memory(circumstance(case.device))(f"{name}, {case.text()}", lambda: probe(name, case) or "passed")
+    if reason == "passed":
+        return None
+    warnings.warn(f"attention: the backend {name} is refused here: {reason}", stacklevel=2)
+    return reason
+
+
+@functools.cache
+def circumstance(device: str) -> str:
+    """What a verdict depends on: the machine, the versions, and the text of the backends."""
+    sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.[pm]*"))))
+    driver = Path("/proc/driver/nvidia/version")
+    return ", ".join(["attention", torch.cuda.get_device_name() if device == "cuda" else processor_name(),
+                      *([driver.read_text().splitlines()[0]] if device == "cuda" and driver.is_file() else []),
+                      *([f"triton {version('triton')}"] if device == "cuda" and importlib.util.find_spec("triton") else []),
+                      f"torch {torch.__version__}", f"{torch.get_num_threads()} threads",
+                      f"deterministic {torch.are_deterministic_algorithms_enabled()}", sources.hexdigest()[:12]])
 
 
 @torch.inference_mode(False)
@@ -117,13 +208,11 @@ def probe(name: str, case: Case) -> str | None:
     T, S = (1, 24) if case.single else (24, 24) if case.square else (24, 40)
     if case.single and case.square:
         S = 1
-    H, K, D = (4, 2, case.head_dim) if case.grouped else (2, 2, case.head_dim)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float32).to(case.device, case.dtype)
-                     for shape in ((1, T, H, D), (1, S, K, D), (1, S, K, D), (1, T, H, D)))
+    H, K = (4, 2) if case.grouped else (2, 2)
+    q, k, v, dout = random_inputs(case, (1, T, H), (1, S, K), (1, S, K), (1, T, H))
     starts = torch.tensor([[0] * (T // 2) + [S // 2] * (T - T // 2)], dtype=torch.int32, device=case.device)
-    rest = (starts if case.starts else None, case.causal, 7 if case.window else None, D ** -0.5,
-            20.0 if case.softcap else None)
+    rest = (starts if case.starts else None, case.causal, 7 if case.window else None,
+            case.head_dim ** -0.5, 20.0 if case.softcap else None)
 
     def run(module: ModuleType, *qkv: Tensor) -> list[Tensor]:
         with torch.enable_grad():

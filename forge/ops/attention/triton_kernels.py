@@ -133,11 +133,11 @@ def store(X, x, b, h, row, rows, strides, N: tl.constexpr, D0: tl.constexpr, D1:
 @triton.jit
 def tanh(x):
     """To a few units of the last place of float32: a series near 0, where 1 - exp cancels."""
-    e = tl.exp2(-2 * LOG2E * tl.abs(x))
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     far = (1 - e) / (1 + e)
     xx = x * x
     near = x * (1 + xx * (-1 / 3 + xx * (2 / 15 + xx * (-17 / 315 + xx * (62 / 2835)))))
-    return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far))
+    return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -1.0, 1.0) * far)
 
 
 @triton.jit
@@ -303,9 +303,9 @@ def dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, h, m0, H, T, S, padded, q_s
               DESC: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr):
     rows = m0 + tl.arange(0, BM)
     at = wide(b * H + h) * padded + rows
-    lse2, delta = tl.load(Lse2 + at), tl.load(Delta + at)
+    lse2 = tl.load(Lse2 + at)
     if PRECISION == "split":
-        lse2, delta = lse2 - LIFT, delta * delta_factor
+        lse2 = lse2 - LIFT
     q = tile(Q, b, h, m0, T, q_strides, BM, D0, D1, DESC, PRECISION)
     p, slope = probabilities(inner(k, q, D1, PRECISION), lse2[None, :], scale, softcap, SOFTCAP)     # (BN, BM)
     if MASKED:
@@ -318,6 +318,9 @@ def dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, h, m0, H, T, S, padded, q_s
         p = tl.where(visible(i[None, :], j[:, None], low[None, :], S, CAUSAL, WINDOW, STARTS), p, 0.0)
     do = tile(DOut, b, h, m0, T, do_strides, BM, D0, D1, DESC, PRECISION)
     dv = add(dv, p, do, D1, PRECISION)
+    delta = tl.load(Delta + at)         # here and not above: it needs registers
+    if PRECISION == "split":
+        delta = delta * delta_factor
     ds = p * (inner(v, do, D1, PRECISION) - delta[None, :]) * slope
     if PRECISION == "split":
         ds = ds * ds_factor
@@ -325,8 +328,8 @@ def dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, h, m0, H, T, S, padded, q_s
 
 
 @triton.jit
-def dkdv_kernel(Q, K, V, DOut, DK, DV, Lse2, Delta, Starts, Ends, Factors, q_strides, k_strides, v_strides, do_strides, dk_strides,
-                dv_strides, heads, H, T, S, padded, window, scale, softcap, section,
+def dkdv_kernel(Q, K, V, DOut, DK, DV, Lse2, Delta, Starts, Ends, Factors, q_strides, k_strides, v_strides,
+                do_strides, dk_strides, dv_strides, heads, H, T, S, padded, window, scale, softcap, section,
                 G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                 CAUSAL: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr,
                 DESC: tl.constexpr, PRECISION: tl.constexpr):
@@ -357,19 +360,24 @@ def dkdv_kernel(Q, K, V, DOut, DK, DV, Lse2, Delta, Starts, Ends, Factors, q_str
     k = tile(K, b, hk, j0, S, k_strides, BN, D0, D1, DESC, PRECISION)
     v = tile(V, b, hk, j0, S, v_strides, BN, D0, D1, DESC, PRECISION)
     dk, dv = zeros(BN, D0, D1), zeros(BN, D0, D1)
-    full, masked = m2 - m1, m1 - m0 + m3 - m2
-    for step in tl.range(0, G * full, BM):
-        g = step // tl.maximum(full, 1) if G > 1 else 0
-        dk, dv = dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, hk * G + g, m1 + step - g * full, H, T, S, padded,
-                           q_strides, do_strides, j, Starts, window, scale, softcap, delta_factor, ds_factor, BM, D0,
-                           D1, CAUSAL, WINDOW, STARTS, SOFTCAP, DESC, PRECISION, False)
-    for step in tl.range(0, G * masked, BM):
-        g = step // tl.maximum(masked, 1) if G > 1 else 0
-        within = step - g * masked
-        dk, dv = dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, hk * G + g,
-                           m0 + within + tl.where(within >= m1 - m0, m2 - m1, 0), H, T, S, padded,
-                           q_strides, do_strides, j, Starts, window, scale, softcap, delta_factor, ds_factor, BM, D0,
-                           D1, CAUSAL, WINDOW, STARTS, SOFTCAP, DESC, PRECISION, True)
+    # one flat loop over heads and blocks, so that its pipeline drains once; (h, m) are carried, a division costs registers
+    h, m = hk * G, m1
+    for _ in tl.range(0, G * (m2 - m1), BM):
+        dk, dv = dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, h, m, H, T, S, padded, q_strides, do_strides, j, Starts,
+                           window, scale, softcap, delta_factor, ds_factor, BM, D0, D1, CAUSAL, WINDOW, STARTS, SOFTCAP,
+                           DESC, PRECISION, False)
+        m += BM
+        if G > 1:
+            h, m = tl.where(m < m2, h, h + 1), tl.where(m < m2, m, m1)
+    h, m = hk * G, tl.where(m0 < m1, m0, m2)
+    for _ in tl.range(0, G * (m1 - m0 + m3 - m2), BM):
+        dk, dv = dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, h, m, H, T, S, padded, q_strides, do_strides, j, Starts,
+                           window, scale, softcap, delta_factor, ds_factor, BM, D0, D1, CAUSAL, WINDOW, STARTS, SOFTCAP,
+                           DESC, PRECISION, True)
+        m += BM
+        m = tl.where(m == m1, m2, m)
+        if G > 1:
+            h, m = tl.where(m < m3, h, h + 1), tl.where(m < m3, m, tl.where(m0 < m1, m0, m2))
     store(DV, times(dv, dv_factor, D1), b, hk, j0, S, dv_strides, BN, D0, D1, DESC)
     store(DK, times(dk, dk_factor, D1), b, hk, j0, S, dk_strides, BN, D0, D1, DESC)
 
