@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -11,6 +12,11 @@ from typing import NamedTuple
 import pytest
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")        # as forge.cli.main does, before torch is loaded
+if importlib.util.find_spec("triton") and "TRITON_INTERPRET" not in os.environ:     # tests/gpu is run with it at 0
+    os.environ["TRITON_INTERPRET"] = "1"        # Triton's own functions take it from here when they are loaded
+    import triton.language  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]          # test_triton.py sets it again: elsewhere the backend needs a GPU
 
 from forge import cli
 

@@ -34,7 +34,7 @@ def part(X, b, h, row, rows, strides, N: tl.constexpr, D: tl.constexpr, COLUMN: 
     else:
         i, d = tl.arange(0, N), tl.arange(0, D)
         at = wide(b) * strides[0] + wide(h) * strides[1] + wide(row) * strides[2] + COLUMN
-        return tl.load(X + at + (i[:, None] * strides[2] + d[None, :]), mask=(row + i < rows)[:, None], other=0.0)
+        return tl.load(X + (at + wide(i) * strides[2])[:, None] + d[None, :], mask=(row + i < rows)[:, None], other=0.0)
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def store(X, x, b, h, row, rows, strides, N: tl.constexpr, D0: tl.constexpr, D1:
     else:
         i = tl.arange(0, N)
         at = X + wide(b) * strides[0] + wide(h) * strides[1] + wide(row) * strides[2]
-        at += (i * strides[2])[:, None]
+        at += (wide(i) * strides[2])[:, None]
         inside = (row + i < rows)[:, None]
         tl.store(at + tl.arange(0, D0)[None, :], x[0].to(X.dtype.element_ty), mask=inside)
         if D1:
@@ -260,7 +260,7 @@ def split_kernel(X, Factor, Halves, x_strides, T, H, G, D: tl.constexpr, DP: tl.
     i, d = tl.arange(0, BM), tl.arange(0, DP)
     inside = (i0 + i < T)[:, None] & (d < D)[None, :]
     at = wide(b) * x_strides[0] + wide(h) * x_strides[1] + wide(i0) * x_strides[2]
-    x = tl.load(X + at + i[:, None] * x_strides[2] + d[None, :], inside, 0.0) * tl.load(Factor + (b * H + h) // G)
+    x = tl.load(X + (at + wide(i) * x_strides[2])[:, None] + d[None, :], inside, 0.0) * tl.load(Factor + (b * H + h) // G)
     high = x.to(tl.float16)
     to = Halves + ((wide(b) * H + h) * T + i0) * (2 * D) + i[:, None] * (2 * D) + d[None, :]
     tl.store(to, high, inside)
@@ -445,7 +445,7 @@ def decode_kernel(Q, K, V, Parts, Lses, Starts, q_strides, k_strides, v_strides,
     r = tl.arange(0, R)
     t, h = r // G, hk * G + r % G
     inside = t < T
-    at = Q + wide(b) * q_strides[0] + (h * q_strides[1])[:, None] + (t * q_strides[2])[:, None]
+    at = Q + wide(b) * q_strides[0] + (wide(h) * q_strides[1] + wide(t) * q_strides[2])[:, None]
     if D1:
         q = (tl.load(at + tl.arange(0, D0)[None, :], inside[:, None], 0.0),
              tl.load(at + D0 + tl.arange(0, D1)[None, :], inside[:, None], 0.0))
@@ -497,6 +497,6 @@ def combine_kernel(Parts, Lses, Out, Lse, o_strides, H, T, splits, G: tl.constex
         at += R
     some = l > 0
     whole = tl.where(some, l, 1.0)
-    out = Out + wide(b) * o_strides[0] + h * o_strides[1] + wide(t) * o_strides[2] + d
+    out = Out + wide(b) * o_strides[0] + wide(h) * o_strides[1] + wide(t) * o_strides[2] + d
     tl.store(out, tl.where(some, acc / whole, 0.0).to(Out.dtype.element_ty), d < D)
     tl.store(Lse + wide(b * H + h) * T + t, tl.where(some, (m + tl.log2(whole)) / LOG2E, float("-inf")))

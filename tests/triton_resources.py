@@ -1,0 +1,107 @@
+"""python tests/triton_resources.py 80 90: registers, spilled bytes and shared memory of every kernel of
+forge.ops.attention.triton, compiled for these GPUs without one, by the launcher itself on tensors without memory. JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from forge.ops.attention import triton as launcher
+
+SHARED = {80: 163 << 10, 90: 227 << 10}
+DTYPES = ("float32", "bfloat16", "float16")
+NAMES = ("forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel", "decode_kernel", "combine_kernel", "split_kernel")
+
+
+class Driver:
+    """Stands for the GPU that is compiled for."""
+
+    def __init__(self, sm: int) -> None:
+        self.sm = sm
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.sm, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", text)}
+    return {"registers": found["REG"], "spilled": found["STACK"]}
+
+
+class Kernel:
+    """Compiles where a kernel would be launched."""
+
+    def __init__(self, name: str, note: Callable[[str, Any], None]) -> None:
+        self.name, self.note = name, note
+
+    def __getitem__(self, grid: tuple) -> Callable[..., None]:
+        from forge.ops.attention import triton_kernels
+
+        return lambda **args: self.note(self.name, getattr(triton_kernels, self.name).warmup(grid=(1,), **args))
+
+
+def kernels(sm: int, D: int, dtype: str) -> dict[str, dict[str, int]]:
+    """{"sm_90 forward_kernel bfloat16 128": {registers, spilled, shared, limit}} of causal GQA training and decoding."""
+    from triton.runtime import driver
+
+    driver.set_active(Driver(sm))
+    launcher.gpu = lambda: (sm, SHARED[sm], 40 << 20)
+    found: dict[str, dict[str, int]] = {}
+
+    def note(name: str, compiled: Any) -> None:
+        found[f"sm_{sm} {name} {dtype} {D}"] = {**usage(compiled.asm["cubin"]), "shared": compiled.metadata.shared,
+                                               "limit": SHARED[sm]}
+
+    B, T, H, K = 2, 2048, 4, 2
+    q, k, lse = (torch.empty(shape, dtype=dt, device="meta") for shape, dt in (
+        ((B, T, H, D), getattr(torch, dtype)), ((B, T, K, D), getattr(torch, dtype)), ((B, H, T), torch.float32)))
+    launch = launcher.Launch(q, k, None, True, None, 0.1, None, "")
+    launch.kernels = SimpleNamespace(**{name: Kernel(name, note) for name in NAMES})
+    launch.forward(q, k, k, q, lse)
+    launch.backward(q, lse, q, k, k, q, lse, q, k, k)
+    launch = launcher.Launch(q[:, :1], k, None, True, None, 0.1, None, "")
+    launch.kernels = SimpleNamespace(**{name: Kernel(name, note) for name in NAMES})
+    launch.decode(q[:, :1], k, k, q[:, :1], lse)
+    return found
+
+
+def every(sms: list[int]) -> Iterator[tuple[int, int, str]]:
+    for sm in sms:
+        for D in sorted(launcher.HEAD_DIMS, reverse=True):
+            for dtype in DTYPES:
+                yield sm, D, dtype
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    cases = list(every([int(sm) for sm in sys.argv[1:]]))
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        found = [pool.submit(kernels, *case) for case in cases]
+        print(json.dumps({name: numbers for part in found for name, numbers in part.result().items()}, indent=0))
