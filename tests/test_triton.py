@@ -37,8 +37,8 @@ def poisoned() -> Any:
     torch.use_deterministic_algorithms(False)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(problem=contract.problems((torch.float32, torch.float16), (16, 48), 50))
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(problem=contract.problems((torch.float32, torch.float16), (16, 48), 40))
 def test_any_problem_equals_the_reference(problem: dict[str, Any]) -> None:
     contract.compare(SMALL, **problem, together=True)
 
@@ -147,7 +147,7 @@ def test_tiles_are_texts_and_fit_the_gpu() -> None:
                 for shared in (99 << 10, 163 << 10, 227 << 10):
                     found = triton.candidates(kernel, D, size, shared)
                     assert found, (kernel, D, size, shared)
-                    assert all(triton.Tile.parse(str(tile)) == tile for tile in found)
+                    assert triton.parse(" ".join(map(str, found))) == found
     with pytest.raises(ValueError, match="128x64w8s3"):
         attention(*torch.randn(3, 1, 4, 1, 16).unbind(0), backend="triton fast")
 

@@ -39,13 +39,17 @@ class Tile(NamedTuple):
     def __str__(self) -> str:
         return f"{self.rows}x{self.columns}w{self.warps}s{self.stages}"
 
-    @classmethod
-    def parse(cls, text: str) -> Tile:
-        """Raises ValueError for what is no tile."""
+
+@functools.cache
+def parse(texts: str) -> list[Tile]:
+    """Tiles out of their texts. Raises ValueError for what is none."""
+    tiles = []
+    for text in texts.split():
         found = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)", text)
         if found is None:
             raise ValueError(f"{text!r} is no tile of attention; one looks like 128x64w8s3: queries, keys, warps, stages")
-        return cls(*map(int, found.groups()))
+        tiles.append(Tile(*map(int, found.groups())))
+    return tiles
 
 
 KERNELS = ("forward", "dkdv", "dq")
@@ -54,11 +58,11 @@ TILES = {
     ("forward", 64, 2): "64x128w4s2 64x64w4s2 128x64w8s3 128x64w4s3", ("forward", 64, 4): "64x64w4s3 128x64w8s2 64x32w4s2",
     ("forward", 96, 2): "64x64w4s3 128x64w4s2", ("forward", 96, 4): "64x64w4s2 64x32w4s2",
     ("forward", 128, 2): "64x64w4s3 128x64w4s2 128x64w8s3", ("forward", 128, 4): "64x64w4s3 128x64w8s2 64x32w4s2",
-    ("forward", 256, 2): "128x64w8s2 64x32w4s3", ("forward", 256, 4): "64x16w4s2",
-    ("dkdv", 64, 2): "32x64w4s3 128x64w4s2 64x64w4s3", ("dkdv", 64, 4): "64x64w4s2 32x64w4s2",
+    ("forward", 256, 2): "128x64w8s2 64x32w4s3", ("forward", 256, 4): "64x32w4s1 64x16w4s2",
+    ("dkdv", 64, 2): "64x64w4s3 32x64w4s3 128x64w4s2", ("dkdv", 64, 4): "64x64w4s2 32x64w4s2",
     ("dkdv", 96, 2): "32x64w4s3 64x64w4s2", ("dkdv", 96, 4): "32x64w4s2 32x64w8s2",
     ("dkdv", 128, 2): "64x64w4s2 64x128w8s3 32x64w4s3", ("dkdv", 128, 4): "32x128w8s2 64x64w4s2",
-    ("dkdv", 256, 2): "64x64w8s2 32x64w8s2", ("dkdv", 256, 4): "16x64w8s2",
+    ("dkdv", 256, 2): "64x64w8s2 32x64w8s2", ("dkdv", 256, 4): "16x64w8s2 32x64w8s1",
     ("dq", 64, 2): "128x64w4s3 64x64w4s3", ("dq", 64, 4): "64x64w4s2 128x32w8s3",
     ("dq", 96, 2): "64x64w4s3 64x64w4s2", ("dq", 96, 4): "64x64w4s2 64x32w4s2",
     ("dq", 128, 2): "128x64w8s3 64x64w4s2", ("dq", 128, 4): "64x64w4s2 128x32w8s2",
@@ -73,23 +77,31 @@ def shared_bytes(kernel: str, tile: Tile, D: int, itemsize: int) -> int:
     return (stay + 2 * tile.stages * stream) * D * itemsize
 
 
-def candidates(kernel: str, D: int, itemsize: int, shared: int) -> list[Tile]:
+@functools.cache
+def candidates(kernel: str, D: int, itemsize: int, shared: int, starts: bool = False) -> list[Tile]:
     """Those that fit into so many bytes of shared memory; the usual best first."""
     width = next(width for width in (64, 96, 128, 256) if width >= D)
-    tiles = [Tile.parse(text) for text in f"{TILES[kernel, width, itemsize]} {SMALL}".split()]
-    fitting = [tile for tile in tiles if shared_bytes(kernel, tile, D, itemsize) <= 0.97 * shared]
-    known = len(TILES[kernel, width, itemsize].split())
-    return [tile for tile in fitting if tile in tiles[:known]] or fitting[:2]
+    known, small = ([tile for tile in parse(texts) if shared_bytes(kernel, tile, D, itemsize) <= 0.97 * shared]
+                    for texts in (TILES[kernel, width, itemsize], SMALL))
+    tiles = known or small
+    if starts and kernel == "dkdv":         # documents end within blocks: the smaller, the less is masked
+        tiles = sorted(tiles, key=lambda tile: tile.rows)
+    return tiles
 
 
 def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@functools.cache
+def installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def supports(case: Case) -> str | None:
     if case.device != "cuda" and not interpreted():
         return "needs an NVIDIA GPU"
-    if importlib.util.find_spec("triton") is None:
+    if not installed():
         return "the package triton is not installed"
     if case.device == "cuda" and (torch.version.hip or torch.cuda.get_device_capability() < (8, 0)):
         return "needs an NVIDIA GPU of compute capability 8.0 or later"
@@ -123,24 +135,26 @@ class Launch:
     def __init__(self, q: Tensor, k: Tensor, starts: Tensor | None, causal: bool, window: int | None, scale: float,
                  softcap: float | None, tiles: str) -> None:
         self.kernels: Any = importlib.import_module(f"{__package__}.triton_kernels")     # here, as it imports triton
-        self.tiles = dict(zip(KERNELS, map(Tile.parse, tiles.split())))
+        self.tiles = dict(zip(KERNELS, parse(tiles)))
         self.B, self.T, self.H, self.D = q.shape
         self.S, self.K = k.shape[1:3]
         self.itemsize = q.element_size()
         self.starts = q if starts is None else starts.contiguous()      # what is not read may be any tensor
         D0, D1 = HEAD_DIMS[self.D]
+        if q.dtype == torch.float32 and D0 >= 128:      # in halves, whose sums need half of the registers at a time
+            D0 = D1 = D0 // 2
         self.numbers = dict(window=window or 0, scale=scale, softcap=softcap or 0.0)
         self.meta = dict(G=self.H // self.K, D0=D0, D1=D1, CAUSAL=causal, WINDOW=window is not None,
                          STARTS=starts is not None, SOFTCAP=softcap is not None, PRECISION=precision(q.dtype))
         self.sm, self.shared, self.l2 = gpu()
 
     def tile(self, kernel: str) -> Tile:
-        return self.tiles.get(kernel) or candidates(kernel, self.D, self.itemsize, self.shared)[0]
+        return self.tiles.get(kernel) or candidates(kernel, self.D, self.itemsize, self.shared, self.meta["STARTS"])[0]
 
     def tma(self, *tensors: Tensor) -> bool:
         """Whether the tensor memory accelerator can move these: addresses and strides are multiples of 16 bytes. A
-        head_dim in two parts goes by pointers."""
-        return self.sm >= 90 and not self.meta["D1"] and all(
+        head_dim in two parts that differ goes by pointers."""
+        return self.sm >= 90 and self.meta["D1"] in (0, self.meta["D0"]) and all(
             x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:3]) for x in tensors)
 
     def args(self, tile: Tile, tma: bool, **tensors: tuple[Tensor, int]) -> dict[str, Any]:
@@ -152,7 +166,7 @@ class Launch:
                                 enable_fp_fusion=True)
         for name, (x, rows) in tensors.items():
             view = x.transpose(1, 2)                                    # (B, H, T, D)
-            args[name] = TensorDescriptor.from_tensor(view, [1, 1, rows, self.D]) if tma else view
+            args[name] = TensorDescriptor.from_tensor(view, [1, 1, rows, self.meta["D0"]]) if tma else view
             short = {"Out": "o", "DOut": "do"}.get(name, name.lower())
             args[f"{short}_strides"] = tuple(view.stride()[:3])
         return args
@@ -177,8 +191,10 @@ class Launch:
             halves.append(both.transpose(1, 2))
         sq, sk, sv, *sdo = scales
         factors = [1 / (sq * sk), 1 / sv]
-        if dlse is not None:
-            largest = norms[2] * norms[3] + self.by_group(dlse.abs().amax(2))       # |dS| is at most twice that
+        if sdo:
+            largest = norms[2] * norms[3]       # |dS| is at most twice that, and what flows through lse
+            if dlse is not None:
+                largest = largest + self.by_group(dlse.abs().amax(2))
             sds = power_below(2.0 ** 14 / largest)
             lift = 2.0 ** 15 * sdo[0]
             factors += [sv * sdo[0], sds / (lift * sv), 1 / (sds * sk), 1 / (sds * sq), 1 / lift]
@@ -225,20 +241,21 @@ class Launch:
             Parts=parts, Lses=lses, Out=out, Lse=lse, o_strides=tuple(out.transpose(1, 2).stride()[:3]), H=H, T=T,
             splits=splits, G=G, R=R, D=D, DP=1 << (D - 1).bit_length(), num_warps=4)
 
-    def backward(self, dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
-                 dk: Tensor, dv: Tensor) -> None:
+    def backward(self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+                 dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         B, T, H, D, K, S = self.B, self.T, self.H, self.D, self.K, self.S
         G = H // K
         padded = -(-T // PAD) * PAD
-        delta, lse2 = (torch.empty(B, H, padded, dtype=torch.float32, device=q.device) for _ in range(2))
+        delta, bounded = (torch.empty(B, H, padded, dtype=torch.float32, device=q.device) for _ in range(2))
         rows = 64
+        dlse_or_any = lse if dlse is None else dlse
         self.kernels.delta_kernel[(padded // rows, B * H)](
-            Out=out, DOut=dout, Lse=lse, DLse=dlse, Delta=delta, Lse2=lse2,
+            Out=out, DOut=dout, Lse=lse, DLse=dlse_or_any, Delta=delta, Bounded=bounded,
             o_strides=tuple(out.transpose(1, 2).stride()[:3]), do_strides=tuple(dout.transpose(1, 2).stride()[:3]),
-            dl_strides=tuple(dlse.stride()), H=H, T=T, padded=padded, D=D, DP=1 << (D - 1).bit_length(), BM=rows,
-            num_warps=4)
+            dl_strides=tuple(dlse_or_any.stride()), H=H, T=T, padded=padded, HAS_DLSE=dlse is not None, D=D,
+            DP=1 << (D - 1).bit_length(), BM=rows, PRECISION=self.meta["PRECISION"], num_warps=4)
         (q, k, v, dout), factors = self.split(q, k, v, dout, dlse=dlse)
-        common = dict(Factors=factors, Lse2=lse2, Delta=delta, Starts=self.starts, H=H, T=T, S=S, padded=padded,
+        common = dict(Factors=factors, Lse=bounded, Delta=delta, Starts=self.starts, H=H, T=T, S=S, padded=padded,
                       **self.numbers)
         ends = self.starts
         if self.meta["STARTS"]:
@@ -282,7 +299,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool
 
 
 @torch.library.custom_op("forge::triton_backward", mutates_args=())
-def backward(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
              starts: Tensor | None, causal: bool, window: int | None, scale: float, softcap: float | None,
              tiles: str) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, T, H, D), dk and dv (B, S, K, D)."""
@@ -302,17 +319,19 @@ def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, wind
 
 
 @backward.register_fake
-def _(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, starts, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, starts, *output)
+    ctx.set_materialize_grads(False)        # mostly nothing flows through lse
 
 
-def grads(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple:
+def grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     q, k, v, starts, out, lse = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
     return (*backward(dout, dlse, q, k, v, out, lse, starts, *ctx.rest), None, None, None, None, None, None)
 
 
@@ -341,7 +360,7 @@ def tune(case: Case, T: int, H: int, K: int) -> str:
     rest = (starts, case.causal, max(1, T // 4) if case.window else None, case.head_dim ** -0.5,
             20.0 if case.softcap else None)
     _, shared, _ = gpu()
-    best = {name: candidates(name, case.head_dim, q.element_size(), shared) for name in KERNELS}
+    best = {name: candidates(name, case.head_dim, q.element_size(), shared, case.starts) for name in KERNELS}
 
     def text(**change: Tile) -> str:
         return " ".join(str(change.get(name, best[name][0])) for name in KERNELS)

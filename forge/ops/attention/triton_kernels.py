@@ -95,9 +95,8 @@ def inner(x, y, D1: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_part(acc, x, low, y, y_low, PRECISION: tl.constexpr):
-    if PRECISION == "split":
-        acc = tl.dot(low, y, tl.dot(x, y_low, acc))
-        return tl.dot(x, y, acc)
+    if PRECISION == "split":        # added by the ordinary units: in the tensor cores a long sum drifts, they cut off
+        return acc + tl.dot(x, y, tl.dot(low, y, tl.dot(x, y_low)))
     else:
         return tl.dot(x, y, acc, input_precision=PRECISION)
 
@@ -120,6 +119,8 @@ def store(X, x, b, h, row, rows, strides, N: tl.constexpr, D0: tl.constexpr, D1:
     """Writes a tile in X's dtype; rows outside are left out."""
     if DESC:
         X.store([b, h, row, 0], tl.reshape(x[0].to(X.dtype), (1, 1, N, D0)))
+        if D1:
+            X.store([b, h, row, D0], tl.reshape(x[1].to(X.dtype), (1, 1, N, D1)))
     else:
         i = tl.arange(0, N)
         at = X + wide(b) * strides[0] + wide(h) * strides[1] + wide(row) * strides[2]
@@ -268,10 +269,10 @@ def split_kernel(X, Factor, Halves, x_strides, T, H, G, D: tl.constexpr, DP: tl.
 
 
 @triton.jit
-def delta_kernel(Out, DOut, Lse, DLse, Delta, Lse2, o_strides, do_strides, dl_strides, H, T, padded,
-                 D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):
-    """Delta = rowsum(dO O) - dlse and Lse2 = lse log2(e), both (B, H, padded): where there is no key or no query, Lse2
-    is +inf, so that the backward's P is 0 there."""
+def delta_kernel(Out, DOut, Lse, DLse, Delta, Bounded, o_strides, do_strides, dl_strides, H, T, padded,
+                 HAS_DLSE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr):
+    """Delta = rowsum(dO O) - dlse and Bounded = lse, both (B, H, padded): +inf where there is no key or no query, so that
+    the backward's P is 0 there; in the domain of exp2, unless float32 is split."""
     bh, i0 = tl.program_id(1), tl.program_id(0) * BM
     b, h = wide(bh // H), wide(bh % H)
     i, d = i0 + tl.arange(0, BM), tl.arange(0, DP)
@@ -279,35 +280,40 @@ def delta_kernel(Out, DOut, Lse, DLse, Delta, Lse2, o_strides, do_strides, dl_st
     i64 = wide(i)
     o = tl.load(Out + b * o_strides[0] + h * o_strides[1] + i64[:, None] * o_strides[2] + d[None, :], inside, 0.0)
     do = tl.load(DOut + b * do_strides[0] + h * do_strides[1] + i64[:, None] * do_strides[2] + d[None, :], inside, 0.0)
-    dlse = tl.load(DLse + b * dl_strides[0] + h * dl_strides[1] + i64 * dl_strides[2], i < T, 0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(DLse + b * dl_strides[0] + h * dl_strides[1] + i64 * dl_strides[2], i < T, 0.0)
     lse = tl.load(Lse + (b * H + h) * T + i, i < T, float("-inf"))
     at = (b * H + h) * padded + i
-    tl.store(Delta + at, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) - dlse)
-    tl.store(Lse2 + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
+    tl.store(Delta + at, delta)
+    tl.store(Bounded + at, tl.where(lse == float("-inf"), float("inf"), lse * (1.0 if PRECISION == "split" else LOG2E)))
 
 
 @triton.jit
-def probabilities(s, lse2, scale, softcap, SOFTCAP: tl.constexpr):
-    """P, and the derivative of the capped by the plain score."""
+def probabilities(s, lse, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """P, and the derivative of the capped by the plain score. lse: as delta_kernel leaves it."""
+    slope = 1.0
+    factor = scale
     if SOFTCAP:
-        t = tanh(s * (scale / softcap))
-        return tl.exp2(t * (softcap * LOG2E) - lse2), 1 - t * t
+        s = tanh(s * (scale / softcap))
+        slope = 1 - s * s
+        factor = softcap
+    if PRECISION == "split":        # subtracted first: at logits of 100 a rounded product would cost 5e-6 of P
+        return tl.exp2((s * factor - lse) * LOG2E + LIFT), slope
     else:
-        return tl.exp2(s * (scale * LOG2E) - lse2), 1.0
+        return tl.exp2(s * (factor * LOG2E) - lse), slope
 
 
 @triton.jit
-def dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, h, m0, H, T, S, padded, q_strides, do_strides, j, Starts, window,
+def dkdv_step(dk, dv, k, v, Q, DOut, Lse, Delta, b, h, m0, H, T, S, padded, q_strides, do_strides, j, Starts, window,
               scale, softcap, delta_factor, ds_factor, BM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
               CAUSAL: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr,
               DESC: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr):
     rows = m0 + tl.arange(0, BM)
     at = wide(b * H + h) * padded + rows
-    lse2 = tl.load(Lse2 + at)
-    if PRECISION == "split":
-        lse2 = lse2 - LIFT
+    lse = tl.load(Lse + at)
     q = tile(Q, b, h, m0, T, q_strides, BM, D0, D1, DESC, PRECISION)
-    p, slope = probabilities(inner(k, q, D1, PRECISION), lse2[None, :], scale, softcap, SOFTCAP)     # (BN, BM)
+    p, slope = probabilities(inner(k, q, D1, PRECISION), lse[None, :], scale, softcap, SOFTCAP, PRECISION)
     if MASKED:
         i = rows + (S - T)
         low = tl.zeros((BM,), tl.int32)
@@ -328,7 +334,7 @@ def dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, h, m0, H, T, S, padded, q_s
 
 
 @triton.jit
-def dkdv_kernel(Q, K, V, DOut, DK, DV, Lse2, Delta, Starts, Ends, Factors, q_strides, k_strides, v_strides,
+def dkdv_kernel(Q, K, V, DOut, DK, DV, Lse, Delta, Starts, Ends, Factors, q_strides, k_strides, v_strides,
                 do_strides, dk_strides, dv_strides, heads, H, T, S, padded, window, scale, softcap, section,
                 G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                 CAUSAL: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -363,7 +369,7 @@ def dkdv_kernel(Q, K, V, DOut, DK, DV, Lse2, Delta, Starts, Ends, Factors, q_str
     # one flat loop over heads and blocks, so that its pipeline drains once; (h, m) are carried, a division costs registers
     h, m = hk * G, m1
     for _ in tl.range(0, G * (m2 - m1), BM):
-        dk, dv = dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, h, m, H, T, S, padded, q_strides, do_strides, j, Starts,
+        dk, dv = dkdv_step(dk, dv, k, v, Q, DOut, Lse, Delta, b, h, m, H, T, S, padded, q_strides, do_strides, j, Starts,
                            window, scale, softcap, delta_factor, ds_factor, BM, D0, D1, CAUSAL, WINDOW, STARTS, SOFTCAP,
                            DESC, PRECISION, False)
         m += BM
@@ -371,7 +377,7 @@ def dkdv_kernel(Q, K, V, DOut, DK, DV, Lse2, Delta, Starts, Ends, Factors, q_str
             h, m = tl.where(m < m2, h, h + 1), tl.where(m < m2, m, m1)
     h, m = hk * G, tl.where(m0 < m1, m0, m2)
     for _ in tl.range(0, G * (m1 - m0 + m3 - m2), BM):
-        dk, dv = dkdv_step(dk, dv, k, v, Q, DOut, Lse2, Delta, b, h, m, H, T, S, padded, q_strides, do_strides, j, Starts,
+        dk, dv = dkdv_step(dk, dv, k, v, Q, DOut, Lse, Delta, b, h, m, H, T, S, padded, q_strides, do_strides, j, Starts,
                            window, scale, softcap, delta_factor, ds_factor, BM, D0, D1, CAUSAL, WINDOW, STARTS, SOFTCAP,
                            DESC, PRECISION, True)
         m += BM
@@ -383,13 +389,13 @@ def dkdv_kernel(Q, K, V, DOut, DK, DV, Lse2, Delta, Starts, Ends, Factors, q_str
 
 
 @triton.jit
-def dq_step(dq, q, do, lse2, delta, K, V, b, hk, n, S, k_strides, v_strides, i, low, scale, softcap, ds_factor,
+def dq_step(dq, q, do, lse, delta, K, V, b, hk, n, S, k_strides, v_strides, i, low, scale, softcap, ds_factor,
             BN: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
             STARTS: tl.constexpr, SOFTCAP: tl.constexpr, DESC: tl.constexpr, PRECISION: tl.constexpr,
             MASKED: tl.constexpr):
     k = tile(K, b, hk, n, S, k_strides, BN, D0, D1, DESC, PRECISION)
     v = tile(V, b, hk, n, S, v_strides, BN, D0, D1, DESC, PRECISION)
-    p, slope = probabilities(inner(q, k, D1, PRECISION), lse2[:, None], scale, softcap, SOFTCAP)
+    p, slope = probabilities(inner(q, k, D1, PRECISION), lse[:, None], scale, softcap, SOFTCAP, PRECISION)
     if MASKED:
         j = n + tl.arange(0, BN)
         p = tl.where(visible(i[:, None], j[None, :], low[:, None], S, CAUSAL, WINDOW, STARTS), p, 0.0)
@@ -400,7 +406,7 @@ def dq_step(dq, q, do, lse2, delta, K, V, b, hk, n, S, k_strides, v_strides, i, 
 
 
 @triton.jit
-def dq_kernel(Q, K, V, DOut, DQ, Lse2, Delta, Starts, Factors, q_strides, k_strides, v_strides, do_strides, dq_strides,
+def dq_kernel(Q, K, V, DOut, DQ, Lse, Delta, Starts, Factors, q_strides, k_strides, v_strides, do_strides, dq_strides,
               heads, H, T, S, padded, window, scale, softcap, section,
               G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
               CAUSAL: tl.constexpr, WINDOW: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -416,19 +422,19 @@ def dq_kernel(Q, K, V, DOut, DQ, Lse2, Delta, Starts, Factors, q_strides, k_stri
     q = tile(Q, b, h, i0, T, q_strides, BM, D0, D1, DESC, PRECISION)
     do = tile(DOut, b, h, i0, T, do_strides, BM, D0, D1, DESC, PRECISION)
     at = wide(bh) * padded + rows
-    lse2, delta = tl.load(Lse2 + at), tl.load(Delta + at)
+    lse, delta = tl.load(Lse + at), tl.load(Delta + at)
     dq_factor, ds_factor = scale, 1.0
     if PRECISION == "split":
         factors = Factors + (b * (H // G) + hk) * 7
-        lse2, delta, ds_factor = lse2 - LIFT, delta * tl.load(factors + 2), tl.load(factors + 3)
+        delta, ds_factor = delta * tl.load(factors + 2), tl.load(factors + 3)
         scale, dq_factor = scale * tl.load(factors), dq_factor * tl.load(factors + 4)
     dq = zeros(BM, D0, D1)
     for n in tl.range(n1, n2, BN):
-        dq = dq_step(dq, q, do, lse2, delta, K, V, b, hk, n, S, k_strides, v_strides, i, low, scale, softcap, ds_factor,
+        dq = dq_step(dq, q, do, lse, delta, K, V, b, hk, n, S, k_strides, v_strides, i, low, scale, softcap, ds_factor,
                      BN, D0, D1, CAUSAL, WINDOW, STARTS, SOFTCAP, DESC, PRECISION, False)
     for step in tl.range(0, n1 - n0 + n3 - n2, BN):
         n = n0 + step + tl.where(step >= n1 - n0, n2 - n1, 0)
-        dq = dq_step(dq, q, do, lse2, delta, K, V, b, hk, n, S, k_strides, v_strides, i, low, scale, softcap, ds_factor,
+        dq = dq_step(dq, q, do, lse, delta, K, V, b, hk, n, S, k_strides, v_strides, i, low, scale, softcap, ds_factor,
                      BN, D0, D1, CAUSAL, WINDOW, STARTS, SOFTCAP, DESC, PRECISION, True)
     store(DQ, times(dq, dq_factor, D1), b, h, i0, T, dq_strides, BM, D0, D1, DESC)
 
