@@ -92,7 +92,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
                 softcap is not None, return_lse)
     if backend is None:
         name = choose(T > SHORT, *case)
-    elif reason := BACKENDS[name].supports(case):
+    elif reason := unsupported(name, *case):
         raise ValueError(f"backend={backend!r} cannot do this: {reason}; leave backend out, or name another of "
                          f"{', '.join(BACKENDS)}")
     if starts is not None:
@@ -100,6 +100,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
     out, lse = BACKENDS[name].attend(q, k, v, starts, causal, window, D ** -0.5 if scale is None else scale, softcap,
                                      *([tiles] if tiles else []))
     return (out, lse) if return_lse else out
+
+
+@torch.compiler.assume_constant_result
+def unsupported(name: str, *case: Any) -> str | None:
+    reason: str | None = BACKENDS[name].supports(Case(*case))
+    return reason
 
 
 SHORT, LONG = 512, 2048     # a choice is measured at either, and holds for all lengths on its side of SHORT
