@@ -19,6 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @pytest.fixture(autouse=True)
 def poisoned() -> Any:
     """Memory that nothing wrote is NaN."""
+    torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

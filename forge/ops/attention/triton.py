@@ -57,7 +57,7 @@ KERNELS = ("forward", "dkdv", "dq")
 TILES = {
     ("forward", 64, 2): "64x128w4s2 64x64w4s2 128x64w8s3 128x64w4s3", ("forward", 64, 4): "64x64w4s3 128x64w8s2 64x32w4s2",
     ("forward", 96, 2): "64x64w4s3 128x64w4s2", ("forward", 96, 4): "64x64w4s2 64x32w4s2",
-    ("forward", 128, 2): "64x64w4s3 128x64w4s2 128x64w8s3", ("forward", 128, 4): "64x64w4s3 128x64w8s2 64x32w4s2",
+    ("forward", 128, 2): "64x64w4s3 128x64w4s2 128x64w8s3", ("forward", 128, 4): "128x64w8s2 64x64w4s3 64x32w4s2",
     ("forward", 256, 2): "128x64w8s2 64x32w4s3", ("forward", 256, 4): "64x32w4s1 64x16w4s2",
     ("dkdv", 64, 2): "64x64w4s3 32x64w4s3 128x64w4s2", ("dkdv", 64, 4): "64x64w4s2 32x64w4s2",
     ("dkdv", 96, 2): "32x64w4s3 64x64w4s2", ("dkdv", 96, 4): "32x64w4s2 32x64w8s2",
