@@ -1,14 +1,12 @@
-"""The Triton kernels without a GPU: in Triton's interpreter against the reference, and compiled for sm_80 and sm_90.
+"""The Triton kernels without a GPU: in Triton's interpreter, against the reference.
 
-The interpreter works on CPU tensors and knows no bfloat16; tests/gpu holds what only a GPU can show.
+It works on CPU tensors and knows no bfloat16; test_triton_compiled.py compiles, tests/gpu holds what only a GPU can show.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-from pathlib import Path
+from importlib.metadata import version
 from typing import Any
 
 import contract
@@ -19,12 +17,14 @@ from hypothesis import HealthCheck, given, settings
 
 from forge.ops.attention import attention, triton
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton has packages for Linux alone")
 SMALL = "triton 16x16w4s1 16x16w4s1 16x16w4s1"      # several blocks in few tokens
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if version("triton").startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.4: pip install 'numpy<2.4'")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
@@ -145,9 +145,9 @@ def test_tiles_are_texts_and_fit_the_gpu() -> None:
     for D in triton.HEAD_DIMS:
         for size in (2, 4):
             for kernel in triton.KERNELS:
-                for shared in (99 << 10, 163 << 10, 227 << 10):
-                    found = triton.candidates(kernel, D, size, shared)
-                    assert found, (kernel, D, size, shared)
+                for sm, shared in ((86, 99 << 10), (80, 163 << 10), (90, 227 << 10)):
+                    found = triton.candidates(kernel, D, size, sm, shared, False)
+                    assert found, (kernel, D, size, sm)
                     assert triton.parse(" ".join(map(str, found))) == found
     with pytest.raises(ValueError, match="128x64w8s3"):
         attention(*torch.randn(3, 1, 4, 1, 16).unbind(0), backend="triton fast")
@@ -159,22 +159,3 @@ def test_what_it_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float64" in str(triton.supports(contract.case_of(q.double(), q.double())))
     monkeypatch.delenv("TRITON_INTERPRET")
     assert "NVIDIA GPU" in str(triton.supports(contract.case_of(q, q)))
-
-
-@pytest.mark.parametrize("sm", [80, 90])
-def test_every_kernel_compiles_and_does_not_spill(sm: int) -> None:
-    """Each kernel, head_dim and dtype with the tile that such a GPU would take. In 16 bit up to head_dim 128 nothing spills,
-    but for a few of the scalars that dK and dV carry at 128; elsewhere no more than the record has, which is made by
-    python tests/triton_resources.py 80 90 > tests/triton_resources.json."""
-    made = subprocess.run([sys.executable, HERE / "triton_resources.py", str(sm)], capture_output=True, text=True,
-                          check=False)
-    assert made.returncode == 0, made.stderr
-    found = json.loads(made.stdout)
-    known = json.loads((HERE / "triton_resources.json").read_text())
-    assert {name for name in known if name.startswith(f"sm_{sm}")} == set(found)
-    for name, got in found.items():
-        _, kernel, dtype, D = name.split()
-        assert got["shared"] <= got["limit"], name
-        if dtype != "float32" and int(D) <= 128:
-            assert got["spilled"] <= (32 if (kernel, D) == ("dkdv_kernel", "128") else 0), name
-        assert got["spilled"] <= known[name]["spilled"] * 1.25 + 64, name       # versions of Triton differ a little

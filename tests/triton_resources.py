@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -92,16 +92,12 @@ def kernels(sm: int, D: int, dtype: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def every(sms: list[int]) -> Iterator[tuple[int, int, str]]:
-    for sm in sms:
-        for D in sorted(launcher.HEAD_DIMS, reverse=True):
-            for dtype in DTYPES:
-                yield sm, D, dtype
+def every(sm: int) -> dict[str, dict[str, int]]:
+    cases = [(sm, D, dtype) for D in sorted(launcher.HEAD_DIMS, reverse=True) for dtype in DTYPES]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:  # Triton keeps the first target it saw
+        return {name: numbers for part in pool.map(kernels, *zip(*cases)) for name, numbers in part.items()}
 
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
-    cases = list(every([int(sm) for sm in sys.argv[1:]]))
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        found = [pool.submit(kernels, *case) for case in cases]
-        print(json.dumps({name: numbers for part in found for name, numbers in part.result().items()}, indent=0))
+    print(json.dumps({name: numbers for sm in sys.argv[1:] for name, numbers in every(int(sm)).items()}, indent=0))

@@ -78,14 +78,15 @@ def shared_bytes(kernel: str, tile: Tile, D: int, itemsize: int) -> int:
 
 
 @functools.cache
-def candidates(kernel: str, D: int, itemsize: int, shared: int, starts: bool = False) -> list[Tile]:
+def candidates(kernel: str, D: int, itemsize: int, sm: int, shared: int, starts: bool) -> list[Tile]:
     """Those that fit into so many bytes of shared memory; the usual best first."""
     width = next(width for width in (64, 96, 128, 256) if width >= D)
     known, small = ([tile for tile in parse(texts) if shared_bytes(kernel, tile, D, itemsize) <= 0.97 * shared]
                     for texts in (TILES[kernel, width, itemsize], SMALL))
     tiles = known or small
-    if starts and kernel == "dkdv":         # documents end within blocks: the smaller, the less is masked
-        tiles = sorted(tiles, key=lambda tile: tile.rows)
+    by_pointers = sm < 90 or HEAD_DIMS[D][0] != D       # which take registers
+    if by_pointers or (starts and kernel == "dkdv"):    # documents end within blocks: the smaller, the less is masked
+        tiles = sorted(tiles, key=lambda tile: tile.rows * tile.columns)
     return tiles
 
 
@@ -149,7 +150,8 @@ class Launch:
         self.sm, self.shared, self.l2 = gpu()
 
     def tile(self, kernel: str) -> Tile:
-        return self.tiles.get(kernel) or candidates(kernel, self.D, self.itemsize, self.shared, self.meta["STARTS"])[0]
+        return self.tiles.get(kernel) or candidates(kernel, self.D, self.itemsize, self.sm, self.shared,
+                                                     self.meta["STARTS"])[0]
 
     def tma(self, *tensors: Tensor) -> bool:
         """Whether the tensor memory accelerator can move these: addresses and strides are multiples of 16 bytes. A
@@ -359,8 +361,8 @@ def tune(case: Case, T: int, H: int, K: int) -> str:
     starts = torch.zeros(B, T, dtype=torch.int32, device=case.device) if case.starts else None
     rest = (starts, case.causal, max(1, T // 4) if case.window else None, case.head_dim ** -0.5,
             20.0 if case.softcap else None)
-    _, shared, _ = gpu()
-    best = {name: candidates(name, case.head_dim, q.element_size(), shared, case.starts) for name in KERNELS}
+    sm, shared, _ = gpu()
+    best = {name: candidates(name, case.head_dim, q.element_size(), sm, shared, case.starts) for name in KERNELS}
 
     def text(**change: Tile) -> str:
         return " ".join(str(change.get(name, best[name][0])) for name in KERNELS)
