@@ -40,6 +40,7 @@ Forge trains language models from scratch: raw text in, a model that writes out.
 
   forge doctor                      what this machine has, and what that means for training
   forge bench train|generate        how fast it trains and writes
+  forge bench attention             its attention beside the others that are installed
 
 `forge VERB --help` tells a verb's arguments. Every setting of training is a flag, such as --model.dim or
 --train.minutes. --debug shows the whole traceback of an error. It exits with 0 when done, 1 when something failed,
@@ -235,6 +236,26 @@ class BenchGenerateCommand:
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
     device: str = "auto"
     """auto, cuda, mps or cpu"""
+    out: str | None = None
+    """a JSON file to write, with the machine's data"""
+
+
+@dataclass(frozen=True)
+class BenchAttentionCommand:
+    """Each backend of Forge's attention beside each other attention that is installed: causal, forward and backward.
+
+    All take turns on the same inputs. A ratio is the time of the fastest other one over a row's own: above 1 is faster.
+    """
+
+    shapes: tuple[str, ...] = ()
+    """B,H,K,T,D: sequences, query heads, key-value heads, tokens, head_dim; with ,wW a window of W keys. Such as
+    8,12,12,4096,64 1,32,8,16384,128,w1024. Without: some that fit the device"""
+    dtype: str = "auto"
+    """bfloat16, float16 or float32; auto is bfloat16 on CUDA, float32 elsewhere"""
+    device: str = "auto"
+    """auto, cuda, mps or cpu"""
+    plot: str | None = None
+    """an .svg or .png file to draw: time and memory against T"""
     out: str | None = None
     """a JSON file to write, with the machine's data"""
 
@@ -536,9 +557,10 @@ def doctor(argv: list[str]) -> None:
 
 
 def bench(argv: list[str]) -> None:
-    verbs_of("bench", {"train": bench_train, "generate": bench_generate}, argv,
+    verbs_of("bench", {"train": bench_train, "generate": bench_generate, "attention": bench_attention}, argv,
              "usage: forge bench train [--preset NAME] [settings of forge train] [--profile] [--out FILE]\n"
-             "       forge bench generate [--preset NAME] [--out FILE]")
+             "       forge bench generate [--preset NAME] [--out FILE]\n"
+             "       forge bench attention [--shapes B,H,K,T,D ...] [--dtype DTYPE] [--plot FILE] [--out FILE]")
 
 
 def bench_train(argv: list[str]) -> None:
@@ -568,6 +590,31 @@ def bench_generate(argv: list[str]) -> None:
                             dtypes=c.dtypes, device=c.device)
     rows = result["measured"]
     table(*(name.replace("_", " ") for name in rows[0]), rows=([shown(value) for value in row.values()] for row in rows))
+    save(c.out, result)
+
+
+def bench_attention(argv: list[str]) -> None:
+    c = parse(BenchAttentionCommand, argv, "forge bench attention")
+    usable(c.out)
+    usable(c.plot, "--plot")
+    from forge.bench_attention import bench_attention
+
+    result = bench_attention(c.shapes, dtype=c.dtype, device=c.device, plot=c.plot)
+    rows = result["measured"]
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        here = [row for row in rows if row["shape"] == shape]
+        able = sorted((row for row in here if row["reason"] is None), key=lambda row: row["forward_ms"] + row["backward_ms"])
+        table(f"{shape} {here[0]['dtype']}", "ms forward", "backward", "TFLOP/s", "backward", "MiB", "error", "ratio",
+              rows=([row["name"], *(shown(row[name]) for name in ("forward_ms", "backward_ms", "forward_tflops",
+                                                                  "backward_tflops")),
+                     *("-" if row[name] is None else f"{row[name]:{form}}" for name, form in (
+                         ("memory_mib", ",.0f"), ("error", ".0e"), ("ratio", ".2f")))] for row in able))
+        for row in here:
+            if row["reason"] is not None:
+                print(f"{row['name']}: {row['reason']}")
+        print()
+    if c.plot:
+        print(f"drawn: {c.plot}")
     save(c.out, result)
 
 
