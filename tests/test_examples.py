@@ -37,6 +37,12 @@ def test_attention_in_a_model_of_ones_own_learns_to_look_back() -> None:
     assert float(last.split()[3]) < 1.5
 
 
+def test_attention_in_a_model_of_transformers_trains() -> None:
+    lines = run("llama_attention.py", 41).splitlines()
+    assert float(lines[0].split()[-1]) < 1e-4
+    assert float(lines[1].split()[2]) > 5 > 2 > float(lines[-1].split()[3])
+
+
 def test_every_script_is_tested() -> None:
     source = Path(__file__).read_text()
     for script in EXAMPLES.glob("*.py"):

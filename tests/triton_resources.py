@@ -94,7 +94,7 @@ def kernels(sm: int, D: int, dtype: str) -> dict[str, dict[str, int]]:
 
 def every(sm: int) -> dict[str, dict[str, int]]:
     cases = [(sm, D, dtype) for D in sorted(launcher.HEAD_DIMS, reverse=True) for dtype in DTYPES]
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:  # Triton keeps the first target it saw
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:  # it keeps one target
         return {name: numbers for part in pool.map(kernels, *zip(*cases)) for name, numbers in part.items()}
 
 
