@@ -597,6 +597,7 @@ def bench_attention(argv: list[str]) -> None:
     c = parse(BenchAttentionCommand, argv, "forge bench attention")
     usable(c.out)
     usable(c.plot, "--plot")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")      # as in bench_train
     from forge.bench_attention import bench_attention
 
     result = bench_attention(c.shapes, dtype=c.dtype, device=c.device, plot=c.plot)

@@ -15,8 +15,8 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("sm", [80, 90])
 def test_every_kernel_compiles_and_does_not_spill(sm: int) -> None:
-    """Each kernel, head_dim and dtype with the tile that such a GPU would take. In 16 bit up to head_dim 128 nothing spills,
-    but for a few of the scalars that dK and dV carry at 128; elsewhere no more than the record has, which is made by
+    """Each kernel, head_dim and dtype with the tile that such a GPU would take. In 16 bit up to head_dim 128 nothing spills
+    but a scalar or two (16 bytes); elsewhere no more than the record has, which is made by
     python tests/triton_resources.py 80 90 > tests/triton_resources.json."""
     made = subprocess.run([sys.executable, HERE / "triton_resources.py", str(sm)], capture_output=True, text=True,
                           check=False)
@@ -25,8 +25,8 @@ def test_every_kernel_compiles_and_does_not_spill(sm: int) -> None:
     known = json.loads((HERE / "triton_resources.json").read_text())
     assert {name for name in known if name.startswith(f"sm_{sm}")} == set(found)
     for name, got in found.items():
-        _, kernel, dtype, D = name.split()
+        _, _, dtype, D = name.split()
         assert got["shared"] <= got["limit"], name
         if dtype != "float32" and int(D) <= 128:
-            assert got["spilled"] <= (32 if (kernel, D) == ("dkdv_kernel", "128") else 0), name
+            assert got["spilled"] <= 16, name
         assert got["spilled"] <= known[name]["spilled"] * 1.25 + 64, name       # versions of Triton differ a little
