@@ -149,6 +149,20 @@ def test_a_backend_that_cannot_be_had_is_refused(name: str, message: str) -> Non
         choices.choose(replace(BASE, train=replace(BASE.train, attention=name)), CPU, True, print)
 
 
+def test_a_gpu_measures_tiles_for_long_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(choices, "fastest", lambda case, *shape: asked.append(shape) or "triton")
+    monkeypatch.setattr(choices, "tuned", lambda case, *shape: "triton 64x64w4s3 64x64w4s2 128x64w8s3")
+    monkeypatch.setattr(machine, "matmul_flops", lambda *_, **__: 1e15)
+    fits = choices.case(BASE.model, torch.device("cuda"), "bfloat16", True)
+    for t, words in ((replace(BASE.train, minutes=5), 1), (replace(BASE.train, minutes=600), 4), (BASE.train, 1),
+                     (replace(BASE.train, steps=None, tokens=10 ** 18), 4)):
+        assert len(choices.on_gpu(replace(BASE, train=t), fits).split()) == words
+    assert asked[0] == (16, 2, 2)
+    monkeypatch.setattr(choices, "fastest", lambda case, *shape: "sdpa")
+    assert choices.on_gpu(replace(BASE, train=replace(BASE.train, minutes=600)), fits) == "sdpa"
+
+
 def test_a_cpu_takes_few_windows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     c = replace(BASE, train=replace(BASE.train, batch_tokens=65_536))
     for threads, tokens in ((1, 2048), (2, 2048), (8, 8192), (64, 16_384)):

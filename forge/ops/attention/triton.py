@@ -154,10 +154,11 @@ class Launch:
                                                      self.meta["STARTS"])[0]
 
     def tma(self, *tensors: Tensor) -> bool:
-        """Whether the tensor memory accelerator can move these: addresses and strides are multiples of 16 bytes. A
-        head_dim in two parts that differ goes by pointers."""
+        """Whether the tensor memory accelerator can move these: addresses and strides are multiples of 16 bytes,
+        none is 0. A head_dim in two parts that differ goes by pointers."""
         return self.sm >= 90 and self.meta["D1"] in (0, self.meta["D0"]) and all(
-            x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:3]) for x in tensors)
+            x.data_ptr() % 16 == 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:3])
+            for x in tensors)
 
     def args(self, tile: Tile, tma: bool, **tensors: tuple[Tensor, int]) -> dict[str, Any]:
         """name=(tensor (B, T, H, D), rows of its block) -> the tensor and its strides as the kernel takes them, and what
@@ -251,7 +252,7 @@ class Launch:
         delta, bounded = (torch.empty(B, H, padded, dtype=torch.float32, device=q.device) for _ in range(2))
         rows = 64
         dlse_or_any = lse if dlse is None else dlse
-        self.kernels.delta_kernel[(padded // rows, B * H)](
+        self.kernels.delta_kernel[(B * H, padded // rows)](
             Out=out, DOut=dout, Lse=lse, DLse=dlse_or_any, Delta=delta, Bounded=bounded,
             o_strides=tuple(out.transpose(1, 2).stride()[:3]), do_strides=tuple(dout.transpose(1, 2).stride()[:3]),
             dl_strides=tuple(dlse_or_any.stride()), H=H, T=T, padded=padded, HAS_DLSE=dlse is not None, D=D,

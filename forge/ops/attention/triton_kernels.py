@@ -273,7 +273,7 @@ def delta_kernel(Out, DOut, Lse, DLse, Delta, Bounded, o_strides, do_strides, dl
                  HAS_DLSE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr):
     """Delta = rowsum(dO O) - dlse and Bounded = lse, both (B, H, padded): +inf where there is no key or no query, so that
     the backward's P is 0 there; in the domain of exp2, unless float32 is split."""
-    bh, i0 = tl.program_id(1), tl.program_id(0) * BM
+    bh, i0 = tl.program_id(0), tl.program_id(1) * BM        # an axis beyond the first ends at 65,535
     b, h = wide(bh // H), wide(bh % H)
     i, d = i0 + tl.arange(0, BM), tl.arange(0, DP)
     inside = (i < T)[:, None] & (d < D)[None, :]
