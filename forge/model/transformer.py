@@ -55,10 +55,11 @@ def pack(weight: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
     """The weight in the dtype of the computation; on a CPU in oneDNN's own order for products of few rows.
 
     There a row of 2 to `rows` comes out the same to the bit, and bfloat16 runs at the speed of memory; with the plain
-    order neither holds.
+    order neither holds. A processor without AVX-512 has no such product in bfloat16.
     """
     weight = weight.detach().to(dtype)
-    if weight.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available():
+    if weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and (dtype == torch.float32 or (
+            dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())):
         return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return weight
 
