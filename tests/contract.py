@@ -90,9 +90,10 @@ def only_visible_keys_matter(backend: str, D: int, device: str = "cpu", window: 
     assert changed.nonzero().flatten().tolist() == list(range(20, 40 if window is None else 20 + window))
 
 
-def large_logits(backend: str, D: int, device: str = "cpu", dtype: torch.dtype = torch.float32, T: int = 60) -> None:
+def large_logits(backend: str, D: int, device: str = "cpu", dtype: torch.dtype = torch.float32, T: int = 60,
+                 size: float = 120) -> None:
     q, k, v = torch.randn(3, 1, T, 2, D).to(device).unbind(0)
-    q, k = 120 * q / q.norm(dim=-1, keepdim=True), D ** 0.5 * k / k.norm(dim=-1, keepdim=True)      # logits up to +-120
+    q, k = size * q / q.norm(dim=-1, keepdim=True), D ** 0.5 * k / k.norm(dim=-1, keepdim=True)      # logits up to +-size
     compare(backend, q.to(dtype), k.to(dtype), v.to(dtype), True)
 
 
@@ -151,6 +152,11 @@ def compiles_whole(backend: str | None, D: int, starts: Tensor | None, device: s
     plain = torch.autograd.grad(attention(q, k, v, starts=starts, backend=backend).sum(), (q, k, v))
     for x, y in zip(ours, plain):
         torch.testing.assert_close(x, y)
+    whatever = torch.compile(lambda q, k, v: attention(q, k, v, backend=backend), fullgraph=True, backend=compiler,
+                             dynamic=True)
+    for T in (24, 40):      # sizes are symbols
+        q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, T, 2, D).to(device).unbind(0))
+        torch.testing.assert_close(whatever(q, k, v), attention(q, k, v, backend=backend))
 
 
 def works_when_recomputed_and_under_autocast(backend: str | None, D: int, device: str = "cpu") -> None:

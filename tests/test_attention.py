@@ -106,7 +106,10 @@ def test_custom_ops_keep_torchs_rules() -> None:
 @pytest.mark.parametrize(("change", "words"), [
     ({"k": (1, 8, 3, 8), "v": (1, 8, 3, 8)}, "no multiple"), ({"v": (1, 9, 2, 8)}, r"must be \(B, S, K, D\)"),
     ({"window": 0}, "window=0"), ({"window": 3, "causal": False}, "causal=True"), ({"softcap": -1.0}, "softcap"),
-    ({"starts": torch.zeros(1, 3)}, "starts"), ({"backend": "magic"}, "magic"),
+    ({"starts": torch.zeros(1, 3).int()}, "starts"), ({"starts": torch.zeros(1, 8)}, "whole numbers"),
+    ({"starts": torch.tensor([[0, 3, 2, 4, 4, 4, 4, 4]])}, "decreases"), ({"window": 2.5}, "whole number"),
+    ({"starts": torch.tensor([[0, 3, 2, 4, 4, 4, 4, 4]]), "backend": "reference"}, "decreases"),
+    ({"backend": "magic"}, "magic"),
     ({"backend": "sdpa", "window": 3}, "no window"),
 ])
 def test_what_does_not_fit_is_named(change: dict, words: str) -> None:
@@ -116,6 +119,11 @@ def test_what_does_not_fit_is_named(change: dict, words: str) -> None:
         attention(*tensors.values(), **change)
     with pytest.raises(ValueError, match="share dtype"):
         attention(torch.randn(1, 2, 2, 8), *torch.randn(2, 1, 2, 2, 8).double().unbind(0))
+    for wrong in (torch.ones(1, 2, 2, 8).int(), torch.ones(1, 2, 2, 0)):
+        with pytest.raises(ValueError, match="the dtype is one of float64"):
+            attention(wrong, wrong, wrong)
+    with pytest.raises(ValueError, match="4 dimensions"):
+        attention(*torch.randn(3, 2, 2, 8).unbind(0))
 
 
 CASE = Case("cpu", torch.float32, 8, False, True, False, True, False, False, False, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import operator
 import time
 import warnings
 from importlib.metadata import version
@@ -54,7 +55,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
     q (B, T, H, D); k, v (B, S, K, D), H a multiple of K. Returns (B, T, H, D) in q's dtype, summed in float32.
     causal aligns the last query with the last key, so decoding needs no second function.
     window: keys each query sees, itself included; None sees all. Needs causal.
-    starts (B, T) int32: the first key each query may see, for packed documents; non-decreasing along T.
+    starts (B, T) int32: the first key each query may see, for packed documents; non-decreasing along T, which is checked
+    on a CPU and trusted elsewhere.
     scale: of q·k, 1/sqrt(D) when None. softcap: s becomes softcap * tanh(s / softcap).
     return_lse: also lse (B, H, T) float32 (float64 for float64), natural log, -inf for a row that sees no key.
     backend: a key of BACKENDS; None takes the fastest of those that passed their check on this machine.
@@ -69,7 +71,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
                          "tokens, heads, head_dim")
     B, T, H, D = q.shape
     S, K = k.shape[1], k.shape[2]
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+    if q.dtype != torch.float64 and torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(
+            q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if k.shape != (B, S, K, D) or v.shape != k.shape:
         raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must be (B, S, K, D) = ({B}, S, K, {D}) for "
@@ -77,28 +80,33 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
     if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
         raise ValueError(f"q, k and v must share dtype and device, not {q.dtype} {q.device}, {k.dtype} {k.device}, "
                          f"{v.dtype} {v.device}")
+    if q.dtype not in FLOORS or D == 0:
+        raise ValueError(f"q has dtype {q.dtype} and head_dim {D}; the dtype is one of "
+                         f"{', '.join(str(dtype)[6:] for dtype in FLOORS)}, and head_dim at least 1")
     if K == 0 or H % K:
         raise ValueError(f"q has {H} heads, no multiple of the {K} heads of k and v")
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"window={window} needs causal=True and at least 1 key")
-    if starts is not None and starts.shape != (B, T):
-        raise ValueError(f"starts {tuple(starts.shape)} must be (B, T) = ({B}, {T})")
+    if window is not None and (int(window) != window or window < 1 or not causal):
+        raise ValueError(f"window={window} needs causal=True, and is a whole number of keys, at least 1")
+    if starts is not None and (starts.shape != (B, T) or starts.is_floating_point() or starts.device != q.device):
+        raise ValueError(f"starts {tuple(starts.shape)} {starts.dtype} {starts.device} must be whole numbers, (B, T) = "
+                         f"({B}, {T}) on {q.device}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap} must be positive")
     name, _, tiles = (backend or "").partition(" ")
     if backend is not None and name not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
-    case = Case(q.device.type, q.dtype, D, H != K, T == S, T == 1, causal, window is not None, starts is not None,
-                softcap is not None, return_lse)
+    # index and not: while compiling, a size may be a symbol, and a choice needs its value
+    case = Case(q.device.type, q.dtype, operator.index(D), not H == K, not T != S, not T != 1, causal, window is not None,
+                starts is not None, softcap is not None, return_lse)
     if backend is None:
-        name = choose(T > SHORT, *case)
+        name = choose(not T <= SHORT, *case)
     elif reason := unsupported(name, *case):
         raise ValueError(f"backend={backend!r} cannot do this: {reason}; leave backend out, or name another of "
                          f"{', '.join(BACKENDS)}")
     if starts is not None:
         starts = starts.to(torch.int32)
-    out, lse = BACKENDS[name].attend(q, k, v, starts, causal, window, D ** -0.5 if scale is None else scale, softcap,
-                                     *([tiles] if tiles else []))
+    out, lse = BACKENDS[name].attend(q, k, v, starts, causal, None if window is None else int(window),
+                                     D ** -0.5 if scale is None else scale, softcap, *([tiles] if tiles else []))
     return (out, lse) if return_lse else out
 
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from forge.ops.attention.reference import check_starts
+
 if TYPE_CHECKING:
     from forge.ops.attention import Case
 
@@ -111,6 +113,7 @@ def add_product(into: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, window: int | None, scale: float,
             softcap: float | None) -> tuple[Tensor, Tensor]:
     """out (B, T, H, D) and lse (B, H, T)."""
+    check_starts(starts if q.device.type == "cpu" else None)        # elsewhere a look waits for the device
     B, T, H, _ = q.shape
     S, K = k.shape[1:3]
     G = H // K

@@ -15,6 +15,12 @@ def supports(case: Case) -> str | None:
     return None
 
 
+def check_starts(starts: Tensor | None) -> None:
+    """Raises ValueError for starts (B, T) that decrease along T."""
+    if starts is not None and bool((starts[:, 1:] < starts[:, :-1]).any()):
+        raise ValueError("starts decreases along T; a query may see no earlier key than the query before it")
+
+
 def visible(T: int, S: int, starts: Tensor | None, causal: bool, window: int | None, device: torch.device) -> Tensor:
     """(1 or B, 1, T, S) bool: whether query i may see key j."""
     i = torch.arange(T, device=device)[:, None] + (S - T)       # bottom-right: the last query stands at the last key
@@ -31,6 +37,7 @@ def visible(T: int, S: int, starts: Tensor | None, causal: bool, window: int | N
 
 def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, window: int | None, scale: float,
            softcap: float | None) -> tuple[Tensor, Tensor]:
+    check_starts(starts)
     (T, H), (S, K) = q.shape[1:3], k.shape[1:3]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)               # (B, H, T, D), (B, K, S, D)
     k, v = k.repeat_interleave(H // K, 1), v.repeat_interleave(H // K, 1)           # head h reads h // (H / K)
