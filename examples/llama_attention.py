@@ -18,16 +18,19 @@ except ModuleNotFoundError:
 
 
 def forge_attention(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any,
-                    scaling: float | None = None, sliding_window: int | None = None, **_: Any) -> tuple[torch.Tensor, None]:
+                    scaling: float | None = None, sliding_window: int | None = None, backend: str | None = None,
+                    **_: Any) -> tuple[torch.Tensor, None]:
     """transformers gives (B, heads, T, D) and wants (B, T, heads, D); grouped heads and windows are Forge's own."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return forge.attention(q, k, v, scale=scaling, window=sliding_window), None
+    return forge.attention(q, k, v, scale=scaling, window=sliding_window, backend=backend), None
 
 
-def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> None:
+def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bool = True, **__: Any) -> None:
     """Causality is built in, so no T x T mask is made; one for padding cannot be had."""
     if attention_mask is not None and not attention_mask.all():
-        raise ValueError("attention_mask hides padding, which this attention does not; pack the texts, or cut them")
+        raise ValueError("attention_mask hides padding, which this attention does not; cut the texts to one length")
+    if not allow_is_causal_skip:        # position_ids that begin anew, or a cache of fixed size
+        raise ValueError("more than causality is to be masked, which this attention does not; leave position_ids out")
 
 
 AttentionInterface.register("forge", forge_attention)
@@ -42,7 +45,7 @@ model = LlamaForCausalLM(config)
 text = torch.tensor(list(b"the forge is hot and the iron is red, so we strike while it glows. " * 40))
 batch = text.unfold(0, 128, 64)[:16]                            # (16, 128) bytes
 with torch.no_grad():
-    ours = model(batch).logits
+    ours = model(batch, backend="blocked").logits               # named, for on a CPU Forge may itself take PyTorch's
     model.set_attn_implementation("sdpa")
     theirs = model(batch).logits
     model.set_attn_implementation("forge")

@@ -569,7 +569,7 @@ def bench_train(argv: list[str]) -> None:
     if c.bench_steps < 1:
         raise RequestError(f"--bench-steps {c.bench_steps}: at least 1")
     usable(c.out)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")      # read when torch is loaded: no lines of the profiler's own
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")      # read when torch loads: silences the profiler, whose last level is 5
     from forge.bench import bench_train
 
     result = bench_train(c.settings, steps=c.bench_steps, profile=c.profile)
@@ -597,7 +597,7 @@ def bench_attention(argv: list[str]) -> None:
     c = parse(BenchAttentionCommand, argv, "forge bench attention")
     usable(c.out)
     usable(c.plot, "--plot")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")      # as in bench_train
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")      # as in bench_train
     from forge.bench_attention import bench_attention
 
     result = bench_attention(c.shapes, dtype=c.dtype, device=c.device, plot=c.plot)

@@ -55,6 +55,17 @@ def test_blocked_over_several_blocks(rest: dict, dtype: torch.dtype) -> None:
     contract.compare("blocked", q, k, v, True, **rest | ({"starts": starts} if "starts" in rest else {}))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_blocked_multiplies_in_16_bit_where_the_cpu_has_units_for_it(dtype: torch.dtype,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.randn(2, 300, 4, 64).to(dtype), *torch.randn(2, 2, 300, 2, 64).to(dtype).unbind(0)
+    for capabilities, factors in (({}, torch.float32), ({"amx_bf16": True, "amx_fp16": True}, dtype)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
+        assert blocked.factors(q) == factors
+        for rest in ({}, {"window": 70, "softcap": 5.0}):
+            contract.compare("blocked", q, k, v, True, **rest)
+
+
 @pytest.mark.parametrize("backend", ["blocked", "reference"])
 def test_rows_without_keys_give_zeros(backend: str) -> None:
     contract.rows_without_keys_give_zeros(backend, 8)

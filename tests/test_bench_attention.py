@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -86,5 +87,9 @@ def test_the_command_prints_a_table_draws_and_keeps(forge: Call, tmp_path: Path)
     assert "forge blocked" in got.out
     assert "ratio" in got.out
     assert {"measured", "environment", "plot"} == set(json.loads((tmp_path / "b.json").read_text()))
-    assert "<svg" in (tmp_path / "a.svg").read_text()
+    svg = ElementTree.parse(tmp_path / "a.svg").getroot()
+    assert svg.tag.endswith("}svg")
+    drawn = " ".join(path.get("style", "") for path in svg.iter() if path.tag.endswith("}path"))
+    for name in ("forge blocked", "sdpa flash", "sdpa math"):
+        assert f"stroke: {module.CURVED[name]}" in drawn
     assert forge("bench", "attention", "--shapes", "1,2").code == 2

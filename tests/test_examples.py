@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -37,10 +39,18 @@ def test_attention_in_a_model_of_ones_own_learns_to_look_back() -> None:
     assert float(last.split()[3]) < 1.5
 
 
-def test_attention_in_a_model_of_transformers_trains() -> None:
-    lines = run("llama_attention.py", 41).splitlines()
-    assert float(lines[0].split()[-1]) < 1e-4
+def test_attention_in_a_model_of_transformers_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", ["", "41"])
+    made = runpy.run_path(str(EXAMPLES / "llama_attention.py"))
+    lines = capsys.readouterr().out.splitlines()
+    assert 0 < float(lines[0].split()[-1]) < 1e-4       # 0 would be PyTorch's attention beside itself
     assert float(lines[1].split()[2]) > 5 > 2 > float(lines[-1].split()[3])
+    mask, positions = torch.ones_like(made["batch"]), torch.arange(128).remainder(64)[None]
+    mask[0, :5] = 0
+    with pytest.raises(ValueError, match="hides padding"):
+        made["model"](made["batch"], attention_mask=mask)
+    with pytest.raises(ValueError, match="leave position_ids out"):
+        made["model"](made["batch"], position_ids=positions, use_cache=False)
 
 
 def test_every_script_is_tested() -> None:

@@ -105,8 +105,21 @@ def unrows(x: Tensor, B: int, T: int, H: int) -> Tensor:
 
 
 def add_product(into: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """into += x @ y over heads."""
-    return into.baddbmm_(x, y) if into.dtype == x.dtype else into.add_(x @ y)
+    """into += x @ y over heads. One call takes all heads together only where `into` is contiguous."""
+    return into.baddbmm_(x, y) if into.dtype == x.dtype and into.is_contiguous() else into.add_(x @ y)
+
+
+class Scratch:
+    """Memory for one block of scores after another: fresh memory costs a page fault every 4 KiB."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.flat = like.new_empty(0)
+
+    def full(self, value: Tensor, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        if len(self.flat) < size:
+            self.flat = self.flat.new_empty(size)
+        return self.flat[:size].view(shape).copy_(value)
 
 
 @torch.library.custom_op("forge::blocked_forward", mutates_args=())
@@ -116,6 +129,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool
     check_starts(starts if q.device.type == "cpu" else None)        # elsewhere a look waits for the device
     B, T, H, _ = q.shape
     S, K = k.shape[1:3]
+    if window is not None and (unseen := S - T - window + 1) > 0:       # decoding: copy no more of the cache than is seen
+        k, v, S, starts = k[:, unseen:], v[:, unseen:], S - unseen, None if starts is None else starts - unseen
     G = H // K
     mask = Mask(None if starts is None else starts.repeat_interleave(K, 0), causal, window, T, S)
     fold = scale * LOG2E if softcap is None else scale / softcap
@@ -123,13 +138,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool
     q, k, v = (rows(x, K, narrow) for x in (q, k, v))
     out = torch.empty_like(q, dtype=dtype)
     lse = q.new_empty(q.shape[:2], dtype=wide(dtype))
+    scratch, zero = Scratch(lse), lse.new_zeros(())
     for h, i0, i1 in mask.rows(B * K, G, q.device):
         at = slice(i0 * G, i1 * G)
         qi = q[h, at] * fold                                                    # (heads, n G, D)
         m = lse.new_full((*qi.shape[:2], 1), torch.finfo(lse.dtype).min)        # not -inf: exp(-inf + inf) is NaN
         l, o = torch.zeros_like(m), torch.zeros_like(qi, dtype=lse.dtype)
         for j0, j1, last in mask.columns(h, i0, i1):
-            s = add_product(lse.new_zeros(*qi.shape[:2], j1 - j0), qi, k[h, j0:j1].transpose(1, 2))
+            s = add_product(scratch.full(zero, *qi.shape[:2], j1 - j0), qi, k[h, j0:j1].transpose(1, 2))
             if softcap is not None:
                 s.tanh_().mul_(softcap * LOG2E)
             mask.hide(s, h, i0, i1, j0, last)
@@ -166,13 +182,15 @@ def backward(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
     q, k, v, dout = (rows(x, K, narrow) for x in (q, k, v, dout))
     dq = torch.empty_like(q, dtype=dtype)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+    scratch = Scratch(lse), Scratch(lse)
     for h, i0, i1 in mask.rows(B * K, G, q.device):
         at = slice(i0 * G, i1 * G)
         qi, doi, lse_i, delta_i = q[h, at] * fold, dout[h, at], minus_lse[h, :, at], minus_delta[h, :, at]
         dqi = torch.zeros_like(qi, dtype=lse.dtype)
         for j0, j1, last in mask.columns(h, i0, i1):
             kj, vj = k[h, j0:j1], v[h, j0:j1]
-            s, ds = (x.repeat(1, j1 - j0, 1) for x in (lse_i, delta_i))                 # (heads, m, n G): sums start there
+            shape = len(kj), j1 - j0, qi.shape[1]                                       # (heads, m, n G)
+            s, ds = (x.full(y, *shape) for x, y in zip(scratch, (lse_i, delta_i)))      # the products are added to it
             add_product(ds, vj, doi.transpose(1, 2))
             if softcap is None:
                 add_product(s, kj, qi.transpose(1, 2))
