@@ -10,17 +10,19 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity
 
-from forge import machine
+from forge import machine, plan
 from forge.config import Config, RequestError, load_json
 from forge.generate import ROWS, Row, next_logits
 from forge.model.transformer import Transformer, init_weights
@@ -45,12 +47,13 @@ def bench_train(config: Config, *, steps: int = 20, profile: bool = False) -> di
     """
     if config.data.tokenizer is None and not config.data.text and config.preset not in SMALL_PRESETS:
         config = replace(config, data=replace(config.data, tokenizer="gpt2"))
-    last = WARM_STEPS + steps + (PROFILED_STEPS if profile else 1)      # the last is broken off, without a record
+    last = WARM_STEPS + steps + (PROFILED_STEPS if profile else 0) + 2      # the last two leave no record
     config = replace(config, train=replace(config.train, steps=BUDGET_STEPS, tokens=None, minutes=None, eval_every=0,
                                            sample_every=0, save_every=0))
     profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *(
         [ProfilerActivity.CUDA] if torch.cuda.is_available() else [])])
     counted, before = 0, 0.0
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         nonlocal counted, before
@@ -58,9 +61,11 @@ def bench_train(config: Config, *, steps: int = 20, profile: bool = False) -> di
             return
         counted += 1
         if profile and counted == last - PROFILED_STEPS:
+            synchronize()
             profiler.start()
             before = time.perf_counter()
         if counted == last:
+            synchronize()
             raise Enough
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -86,20 +91,27 @@ def bench_train(config: Config, *, steps: int = 20, profile: bool = False) -> di
     median = statistics.median(ms)
     tokens_per_s = 1000 * config.train.batch_tokens / median
     flops = config.model.flops_per_token() * tokens_per_s
-    peak = machine.matmul_flops(device, getattr(torch, config.train.dtype))
+    product = machine.matmul_flops(device, getattr(torch, config.train.dtype))
+    stated = machine.peak_flops(config.train.dtype) if device.type == "cuda" else None
     measured = {
         "tokens per s": tokens_per_s, "step ms": median, "fastest step ms": ms[0], "slowest step ms": ms[-1],
         "compile s": max(0.0, (records[0]["step_ms"] - median) / 1000) if config.train.compile else 0.0,
-        "TFLOP/s": flops / 1e12, f"of a {config.train.dtype} product's TFLOP/s": peak / 1e12,
-        "share of it, %": 100 * flops / peak,
-        "peak memory MB": peak_memory(device) / 1e6}
+        "TFLOP/s": flops / 1e12, "MFU, % of the stated peak": stated and 100 * flops / stated,
+        f"of a {config.train.dtype} product's TFLOP/s": product / 1e12, "share of it, %": 100 * flops / product,
+        "peak memory GB": peak_memory(device) / 1e9,
+        "planned memory GB": sum(plan.memory(config).values()) / 1e9 if device.type == "cuda" else None}
     result: dict[str, Any] = {"measured": measured}
-    if profile:
-        result["profile"] = parts(profiler.events() or [], 1000 * profiled_s / PROFILED_STEPS, device)
+    if profile and device.type == "cuda":
+        result["profile"] = gpu_parts(profiler.events() or [], PROFILED_STEPS)
+        result["kernels"] = kernels(profiler.events() or [], PROFILED_STEPS)
+    elif profile:
+        result["profile"] = cpu_parts(profiler.events() or [], 1000 * profiled_s / PROFILED_STEPS)
     return result | {"config": asdict(config), "environment": machine.environment(device)}
 
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise", "mkl::_mkl_linear")
+ATTENTION_KERNELS = ("forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel", "split_kernel", "flash", "fmha", "sdpa")
+MATMUL_KERNELS = ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitK")
 
 
 def part_of(event: FunctionEvent) -> str:
@@ -122,15 +134,59 @@ def part_of(event: FunctionEvent) -> str:
     return "other operations"
 
 
-def parts(events: Iterable[FunctionEvent], step_ms: float, device: torch.device) -> dict[str, tuple[float, float]]:
+def cpu_parts(events: Iterable[FunctionEvent], step_ms: float) -> dict[str, tuple[float, float]]:
     """{part: (ms of a step, its share)}, largest first; what no operation accounts for is Python, data and waiting."""
     ms: dict[str, float] = {}
     for event in events:
-        own = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
-        ms[part_of(event)] = ms.get(part_of(event), 0.0) + own / 1000 / PROFILED_STEPS
+        ms[part_of(event)] = ms.get(part_of(event), 0.0) + event.self_cpu_time_total / 1000 / PROFILED_STEPS
     ms["Python, data, waiting"] = max(0.0, step_ms - sum(ms.values()))
     whole = max(step_ms, sum(ms.values()))
     return {name: (part, part / whole) for name, part in sorted(ms.items(), key=lambda item: -item[1])}
+
+
+def gpu_parts(events: Sequence[FunctionEvent], steps: int) -> dict[str, tuple[float, float]]:
+    """{part: (ms of a step, its share)}, largest first, and when the GPU had nothing to do. Times are of the GPU."""
+    done = on_gpu(events)
+    ranges = [e.time_range for e in events if e.device_type == DeviceType.CUDA and e.name.startswith("Optimizer.step")]
+    us: dict[str, float] = defaultdict(float)
+    busy, end = 0.0, done[0].time_range.start
+    for e in done:
+        at = e.time_range
+        if any(r.start <= at.start and at.end <= r.end for r in ranges):
+            part = "optimizer"
+        elif any(word in e.name for word in ATTENTION_KERNELS):
+            part = "attention"
+        elif any(word in e.name for word in MATMUL_KERNELS):
+            part = "matrix products"
+        elif "loss_kernel" in e.name:
+            part = "loss"
+        elif "activation" in e.name:
+            part = "activations"
+        elif e.name.startswith("triton_"):
+            part = "compiled: norms, rope, sums"
+        else:
+            part = "copies" if e.name.startswith("Mem") else "other kernels"
+        us[part] += at.end - at.start
+        busy += max(0.0, at.end - max(at.start, end))
+        end = max(end, at.end)
+    whole = end - done[0].time_range.start
+    us["idle"] = whole - busy
+    return {name: (part / 1000 / steps, part / whole) for name, part in sorted(us.items(), key=lambda item: -item[1])}
+
+
+def on_gpu(events: Sequence[FunctionEvent]) -> list[FunctionEvent]:
+    """What ran on the GPU, in its order."""
+    return sorted((e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation),
+                  key=lambda e: e.time_range.start)
+
+
+def kernels(events: Sequence[FunctionEvent], steps: int, most: int = 40) -> list[tuple[str, float, float]]:
+    """(kernel, ms of a step, calls of a step), the longest first."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for e in on_gpu(events):
+        found[e.name[:100]].append(e.time_range.end - e.time_range.start)
+    rows = ((name, sum(us) / 1000 / steps, len(us) / steps) for name, us in found.items())
+    return sorted(rows, key=lambda row: -row[1])[:most]
 
 
 def peak_memory(device: torch.device) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 
-from forge import machine
+from forge import machine, plan
 from forge.config import Config, Interrupted, ModelConfig, RequestError, TrainConfig, nearest
 from forge.memory import Memory, processor_name
 from forge.model.transformer import Transformer, init_weights
@@ -32,12 +32,12 @@ GPU_RATE = 0.4          # what a step reaches of the rate of a matrix product
 
 
 def choose(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
-    """The config with device, dtype, threads, compile, attention and micro-batch filled in, each said with its reason.
+    """The config with device, dtype, threads, compile, attention, micro-batch and recomputation filled in, each with its
+    reason.
 
     mask: whether windows hold several documents. Raises RequestError for what was asked for and cannot be had.
     """
     m, t = c.model, c.train
-    machine.require_memory(c, device)
     compiler = machine.compiler()
     if t.compile and not compiler:
         raise RequestError("--train.compile True: no C++ compiler is here (g++ or clang++, or the one that CXX names); "
@@ -47,10 +47,10 @@ def choose(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
     if t.attention != "auto":
         require_backend(t.attention, fits)
     start = replace(t, device=device.type, dtype=first, threads=torch.get_num_threads(),  # type: ignore[arg-type]
-                    attention=t.attention if t.attention != "auto" else passing(fits)[0] if device.type == "cpu" else
-                    on_gpu(c, fits), compile=compiler is not None if t.compile is None else t.compile)
-    rows = t.micro_batch or machine.micro_batch(replace(c, train=start), device, getattr(torch, first))
-    start = replace(start, micro_batch=rows)
+                    compile=compiler is not None if t.compile is None else t.compile)
+    fitting, room = plan.fit(replace(c, train=start), device)
+    start = replace(fitting.train, attention=t.attention if t.attention != "auto" else passing(fits)[0]
+                    if device.type == "cpu" else on_gpu(c, fits))
     chosen, why = by_trial(c, start, mask) if device.type == "cpu" else (start, "")
     if chosen.compile:
         compiled = "compiled"
@@ -67,7 +67,10 @@ def choose(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
     say(f"model: {m.n_layers} layers of width {m.dim}, {m.n_heads} heads of {m.head_dim}, MLP of {m.ffn_dim}, "
         f"{m.parameters:,} parameters, {m.flops_per_token() / 1e6:,.0f} MFLOP a token")
     say(f"batch: {t.batch_tokens:,} tokens a step = {sequences} windows of {m.seq_len}"
-        + (f", {rows} at a time" if rows != sequences else ""))
+        + (f", {chosen.micro_batch} at a time" if chosen.micro_batch != sequences else "")
+        + {"none": "", "selective": ", the MLPs recomputed in the backward",
+           "full": ", every block recomputed in the backward"}[chosen.recompute])
+    say(f"memory: {room}")
     return replace(c, train=chosen)
 
 
@@ -177,8 +180,7 @@ def trial_s(m: ModelConfig, t: TrainConfig, mask: bool, compiled: bool, rows: in
         best, began, steps = float("inf"), time.perf_counter(), -1
         with machine.deterministic(t.deterministic):
             if compiled:
-                for block in model.blocks:
-                    block.compile(dynamic=False)
+                model.compile_parts()
             while steps < 3 or (steps < 30 and time.perf_counter() - began < TRIAL_S):
                 at = time.perf_counter()
                 model(inputs, inputs, starts).backward()

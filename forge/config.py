@@ -198,6 +198,9 @@ class TrainConfig:
     """tokens in one step, a multiple of seq_len"""
     micro_batch: Count = 0
     """sequences in one forward pass; 0: derived from the device"""
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    """activations computed again in the backward instead of kept: none; selective: those of the MLPs; full: of whole blocks;
+    auto: as few as fit into the device's memory"""
     eval_every: Count | None = None
     """steps between evaluations; None: so that they take about a twentieth of the time; 0: only at the end"""
     sample_every: Count | None = None

@@ -16,11 +16,8 @@ import psutil
 import torch
 
 import forge
-from forge.config import Config, RequestError
+from forge.config import RequestError
 from forge.memory import processor_name
-
-MICRO_BATCH_TOKENS = {"mps": 16_384, "cuda": 65_536}     # in one forward; more gains nothing
-THREAD_TOKENS = 1024    # on a CPU, for each thread: 16,384 on two, which leave its caches, took a quarter more time
 
 
 def pick_device(name: str) -> torch.device:
@@ -66,6 +63,26 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, n: int = 0, seconds: 
     return 2 * n ** 3 / best
 
 
+# Dense TFLOP/s (no sparsity, sums in float32) of the makers' data sheets: (in the GPU's name, bfloat16, fp8)
+PEAKS = (("B300", 2250, 4500), ("B200", 2250, 4500), ("GH200", 989, 1979), ("H200", 989, 1979), ("H100 NVL", 835, 1671),
+         ("H100 PCIe", 756, 1513), ("H100", 989, 1979), ("A100", 312, None), ("A800", 312, None), ("L40S", 362, 733),
+         ("L40", 181, 362), ("L4", 121, 242), ("A40", 150, None), ("A10G", 70, None), ("A10", 125, None),
+         ("RTX 6000 Ada", 364, 729), ("RTX A6000", 155, None), ("RTX 5090", 209.5, 419), ("RTX 4090", 165.2, 330.3),
+         ("RTX 3090", 71, None))
+
+
+def peak_flops(dtype: str) -> float | None:
+    """The dense rate, FLOP/s, that the maker of the GPU states; None: it is not in the table."""
+    if not torch.cuda.is_available() or dtype not in ("bfloat16", "fp8"):
+        return None
+    name = torch.cuda.get_device_name()
+    for known, *rates in PEAKS:
+        if known in name:
+            rate = rates[dtype == "fp8"]
+            return None if rate is None else rate * 1e12
+    return None
+
+
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
     """Equal to the bit, run after run. It must hold before the model is compiled: without it a compiled embedding
@@ -94,25 +111,9 @@ def memory_bytes(device: torch.device) -> int:
     return psutil.virtual_memory().total
 
 
-def require_memory(config: Config, device: torch.device) -> None:
-    """Raises RequestError when weights, gradients and moments, four float32 numbers a parameter, cannot fit."""
-    need, there = 16 * config.model.parameters, memory_bytes(device)
-    if need > there:
-        raise RequestError(f"a model of {config.model.parameters:,} parameters needs {need / 1e9:,.0f} GB for weights, "
-                           f"gradients and moments, and {device.type} has {there / 1e9:,.0f} GB; name a smaller --preset, "
-                           "or set a smaller --model.dim or --model.n-layers")
-
-
-def micro_batch(config: Config, device: torch.device, dtype: torch.dtype) -> int:
-    """Sequences in one forward: the largest divisor of the batch whose activations take a quarter of the memory."""
-    m = config.model
-    memory = memory_bytes(device)
-    # kept for the backward, a token and layer: about 12 vectors of width dim and 4 of the MLP's width
-    token_bytes = m.n_layers * (12 * m.dim + 4 * m.ffn_dim) * dtype.itemsize
-    tokens = MICRO_BATCH_TOKENS.get(device.type, min(THREAD_TOKENS * max(2, torch.get_num_threads()), 16_384))
-    most = min(tokens, memory // 4 // token_bytes)
-    sequences = config.train.batch_tokens // m.seq_len
-    return max(d for d in range(1, max(1, most // m.seq_len) + 1) if sequences % d == 0)
+def free_bytes(device: torch.device) -> int:
+    """What a run may take: of a GPU what no other process holds, elsewhere all there is."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_bytes(device)
 
 
 def environment(device: torch.device) -> dict[str, object]:

@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from torch import Tensor
 
 LINE_EVERY_S = 10.0     # between plain lines
+
+
+class Reading:
+    """Loss and gradient norm of one step, on their way from the device to the host, which need not wait for them."""
+
+    def __init__(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor) -> None:
+        self.step, self.lr, self.done = step, lr, time.monotonic()
+        self.numbers = torch.stack((loss, grad_norm)).to("cpu", non_blocking=True)
+        self.event = torch.cuda.Event() if loss.is_cuda else None
+        if self.event:
+            self.event.record()
+
+    def record(self, before: float, batch_tokens: int) -> tuple[dict[str, Any], float]:
+        """(the step's record, when the device was done with it); before: when it was done with the step before."""
+        if self.event:
+            self.event.synchronize()
+            self.done = time.monotonic()
+        step_s = max(self.done - before, 1e-9)
+        loss, grad_norm = self.numbers.tolist()
+        record = {"step": self.step, "tokens": self.step * batch_tokens, "loss": loss, "lr": self.lr, "grad_norm": grad_norm,
+                  "tokens_per_s": batch_tokens / step_s, "step_ms": 1000 * step_s}
+        if not math.isfinite(loss + grad_norm):         # JSON knows no such number
+            record |= {"loss": None, "grad_norm": None, "skipped": True}
+        return record, self.done
 
 
 class Metrics:
@@ -34,6 +61,9 @@ class Metrics:
         """Appends one step's record; progress is the spent part of the budget, left_s what the rest should take."""
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
+        if record["loss"] is None:
+            self.say(f"step {record['step']:,} skipped: its loss or its gradient is no number")
+            return
         self.seen += 1
         self.loss += (record["loss"] - self.loss) * max(0.05, 1 / self.seen)        # a mean of about 20 steps
         if "val_bpb" in record:
@@ -54,7 +84,10 @@ class Metrics:
         """Returns when all records are on the disk."""
         os.fsync(self.file.fileno())
 
-    def close(self) -> None:
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self.bar:
             self.bar.stop()
         self.file.close()

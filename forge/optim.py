@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forge.config import OptimConfig
 
+TOGETHER = 1 << 26      # numbers in the matrices that go through Newton-Schulz at a time
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)    # of the Newton-Schulz quintic, as in torch.optim.Muon
 
 
@@ -35,12 +37,15 @@ class Muon(torch.optim.Optimizer):
     """Momentum (Nesterov) orthogonalized, for matrices; those of one shape go through Newton-Schulz together.
 
     Arguments and results are those of torch.optim.Muon; weight_decay is decoupled. dtype: of Newton-Schulz, which is
-    bfloat16 there.
+    bfloat16 there. compiled: Newton-Schulz, for a GPU.
     """
 
+    found_inf: Tensor | None = None     # as in torch's fused AdamW: where it is 1, a step changes nothing
+
     def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, momentum: float,
-                 adjust_lr_fn: str, dtype: torch.dtype = torch.bfloat16) -> None:
+                 adjust_lr_fn: str, dtype: torch.dtype = torch.bfloat16, compiled: bool = False) -> None:
         self.dtype = dtype
+        self.orthogonalize = torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum,
                                   "adjust_lr_fn": adjust_lr_fn})
 
@@ -52,13 +57,25 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is not None:
                     shapes[p.shape].append(p)
             for shape, params in shapes.items():
-                moments = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
-                grads = [p.grad for p in params if p.grad is not None]
-                torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
-                updates = orthogonalize(torch.stack(torch._foreach_lerp(grads, moments, group["momentum"])).to(self.dtype))
-                lr = group["lr"] * shape_factor(shape, group["adjust_lr_fn"])
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, list(updates.to(params[0].dtype)), alpha=-lr)
+                for at in range(0, len(params), n := max(1, TOGETHER // shape.numel())):
+                    self.step_together(params[at:at + n], group)
+
+    def step_together(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        moments = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
+        grads = torch.stack([p.grad for p in params if p.grad is not None])
+        old = torch.stack(moments)
+        new = old.lerp(grads, 1 - group["momentum"])
+        updates = self.orthogonalize(grads.lerp_(new, group["momentum"]).to(self.dtype)).to(grads.dtype)
+        decay = 1 - group["lr"] * group["weight_decay"]
+        if self.found_inf is not None:
+            good = self.found_inf == 0
+            new, updates = torch.where(good, new, old), torch.where(good, updates, 0.0)
+            torch._foreach_mul_(params, torch.where(good, decay, 1.0))
+        else:
+            torch._foreach_mul_(params, decay)
+        torch._foreach_copy_(moments, list(new))
+        lr = group["lr"] * shape_factor(params[0].shape, group["adjust_lr_fn"])
+        torch._foreach_add_(params, list(updates), alpha=-lr)
 
 
 def shape_factor(shape: torch.Size, adjust_lr_fn: str) -> float:
@@ -69,15 +86,17 @@ def shape_factor(shape: torch.Size, adjust_lr_fn: str) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-def optimizers(model: nn.Module, config: OptimConfig, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+def optimizers(model: nn.Module, config: OptimConfig, dtype: torch.dtype, compiled: bool = False
+               ) -> list[torch.optim.Optimizer]:
     """The optimizers that OPTIMIZERS names, over all parameters; vectors (norms, biases) are not decayed.
 
-    dtype: in which the machine multiplies fastest, for Muon's products; weights and moments are float32.
+    dtype: in which the machine multiplies fastest, for Muon's products, which may be compiled; weights and moments are
+    float32.
     """
-    return OPTIMIZERS[config.optimizer](model, config, dtype)
+    return OPTIMIZERS[config.optimizer](model, config, dtype, compiled)
 
 
-def adamw(model: nn.Module, config: OptimConfig, dtype: torch.dtype, but: Iterable[nn.Parameter] = ()
+def adamw(model: nn.Module, config: OptimConfig, dtype: torch.dtype, compiled: bool, but: Iterable[nn.Parameter] = ()
           ) -> list[torch.optim.Optimizer]:
     taken = {id(p) for p in but}
     params = [p for p in model.parameters() if id(p) not in taken]
@@ -87,14 +106,14 @@ def adamw(model: nn.Module, config: OptimConfig, dtype: torch.dtype, but: Iterab
                               fused=True)]
 
 
-def muon(model: nn.Module, config: OptimConfig, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+def muon(model: nn.Module, config: OptimConfig, dtype: torch.dtype, compiled: bool) -> list[torch.optim.Optimizer]:
     """The matrices inside the blocks by Muon; embeddings, head, gains and biases by AdamW."""
     hidden = [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2]
-    return [Muon(hidden, config.muon_lr, config.weight_decay, config.momentum, config.adjust_lr_fn, dtype),
-            *adamw(model, config, dtype, but=hidden)]
+    return [Muon(hidden, config.muon_lr, config.weight_decay, config.momentum, config.adjust_lr_fn, dtype,
+                 compiled), *adamw(model, config, dtype, compiled, but=hidden)]
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module, OptimConfig, torch.dtype], list[torch.optim.Optimizer]]] = {
+OPTIMIZERS: dict[str, Callable[[nn.Module, OptimConfig, torch.dtype, bool], list[torch.optim.Optimizer]]] = {
     "adamw": adamw, "muon": muon}
 
 
@@ -115,6 +134,13 @@ def lr_factor(step: int, progress: float, config: OptimConfig) -> float:
     """What the peak rates are multiplied with at a step (from 0) when this part of the budget is spent."""
     warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     return warm * SCHEDULES[config.schedule](min(max(progress, 0.0), 1.0), config)
+
+
+def mask(optimizers: list[torch.optim.Optimizer], bad: Tensor) -> None:
+    """The next step changes no weight and no moment where `bad` (a scalar on their device, 0.0 or 1.0) is 1: decided there,
+    so that the host need not wait for it."""
+    for optimizer in optimizers:
+        optimizer.found_inf = bad       # type: ignore[attr-defined]
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> None:

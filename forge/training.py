@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import shutil
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -22,10 +24,11 @@ from forge import checkpoint, config, machine, optim
 from forge.choices import choose
 from forge.config import Config, Failure, Interrupted, RequestError
 from forge.data import prepare
-from forge.data.loader import Tokens, needs_mask, train_batch
+from forge.data.loader import Feed, Tokens, needs_mask
 from forge.evaluation import score
+from forge.graph import Replayed
 from forge.generate import Sampling, complete, load_weights
-from forge.metrics import Metrics, duration
+from forge.metrics import Metrics, Reading, duration
 from forge.model.transformer import Transformer, init_weights
 from forge.tokenizer import KINDS, Tokenizer
 
@@ -248,12 +251,12 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
         tokenizer = Tokenizer.load(run / "tokenizer.json")
         data = prepare.folder_of(run)
         tokens, valid = (Tokens(data / part, tokenizer.hash) for part in ("train", "valid"))
-        mask = needs_mask(tokens, m.seq_len)
+        mask, ahead = needs_mask(tokens, m.seq_len), device.type == "cuda"
 
         with torch.device("meta"):
-            model = Transformer(m, getattr(torch, t.dtype), t.attention)
+            model = Transformer(m, getattr(torch, t.dtype), t.attention, t.recompute)
         model.to_empty(device=device)
-        optimizers = optim.optimizers(model, c.optim, getattr(torch, t.dtype))
+        optimizers = optim.optimizers(model, c.optim, getattr(torch, t.dtype), compiled=bool(t.compile) and ahead)
         at = restore(run, c, model, optimizers)
         if at.of(c) >= 1:
             say(console, f"{run} is finished: step {at.step:,}. To go on, give it a larger budget: {longer(c, at)}; "
@@ -263,44 +266,58 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
             config.save_json(c, run / "config.json")
         if at.step:
             say(console, f"resumed {run} at step {at.step:,}")
-        if t.compile:       # block by block: they share one graph, so the wait does not grow with the depth
-            for block in model.blocks:
-                block.compile(dynamic=False)
+        if t.compile:
+            model.compile_parts()
 
         sequences = t.batch_tokens // m.seq_len
         accumulation = sequences // t.micro_batch
+
+        def forward_backward(inputs: Tensor, targets: Tensor, starts: Tensor | None) -> Tensor:
+            part = model(inputs, targets, starts) / accumulation        # mean nats per token
+            part.backward()
+            return part.detach()
+
+        if ahead:
+            torch.cuda.set_stream(torch.cuda.Stream())      # graphs are not recorded on the default one
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)                # where it is, a graph adds to it
+            if not (t.recompute == "full" and m.dropout):   # which puts back random states: not within a graph
+                forward_backward = Replayed(forward_backward)       # type: ignore[assignment]
+        feed = Feed(tokens, m.seq_len, c.seed, mask, device)
         metrics = Metrics(run / "metrics.jsonl", at.step, console)
+        readings: deque[Reading] = deque()      # steps that the device still works on: the host runs one ahead of it
+        skipped = 0                             # steps in a row
         began, elapsed_before = time.monotonic(), at.elapsed_s
-        progress = at.of(c)
+        clock, progress, stopping = began, at.of(c), stop()
         model.train()
-        try:
-            while progress < 1 and not stop():
-                step_began = time.monotonic()
+        with without_gc(), metrics:
+            while progress < 1 and not stopping:
                 if m.dropout:
                     torch.manual_seed((c.seed << 32) + at.step & (1 << 63) - 1)     # so no state need be kept
                 loss = torch.zeros((), device=device)
                 for micro in range(accumulation):                   # equals one large batch: all hold as many tokens
-                    first = at.step * sequences + micro * t.micro_batch
-                    batch = train_batch(tokens, m.seq_len, c.seed, first, t.micro_batch, mask)
-                    inputs, targets, starts = (None if x is None else x.to(device) for x in batch)   # (B, T) each
-                    part = model(inputs, targets, starts) / accumulation       # mean nats per token
-                    part.backward()
-                    loss += part.detach()
+                    inputs, targets, starts = feed(at.step * sequences + micro * t.micro_batch, t.micro_batch)  # (B, T)
+                    loss += forward_backward(inputs, targets, starts)
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.optim.clip or math.inf)
-                factor = optim.lr_factor(at.step, progress, c.optim)
-                optim.set_lr(optimizers, factor)
-                check(loss, grad_norm, at.step, run)
+                optim.set_lr(optimizers, optim.lr_factor(at.step, progress, c.optim))
+                optim.mask(optimizers, bad=((loss + grad_norm).isfinite() == 0).float())
                 for optimizer in optimizers:
                     optimizer.step()
-                    optimizer.zero_grad()
+                    optimizer.zero_grad(set_to_none=not ahead)
 
-                now = time.monotonic()
-                step_s = now - step_began
-                at = at._replace(step=at.step + 1, elapsed_s=elapsed_before + now - began)
-                progress = at.of(c)
-                record = {"step": at.step, "tokens": at.step * t.batch_tokens, "loss": float(loss),
-                          "lr": optimizers[-1].param_groups[0]["lr"], "grad_norm": float(grad_norm),
-                          "tokens_per_s": t.batch_tokens / step_s, "step_ms": 1000 * step_s}
+                readings.append(Reading(at.step + 1, optimizers[-1].param_groups[0]["lr"], loss, grad_norm))
+                while len(readings) > 1:
+                    record, clock = readings.popleft().record(clock, t.batch_tokens)
+                    skipped = count_skipped(record, skipped, run)
+                    metrics.log(record, progress, (1 / max(progress, 1e-9) - 1) * at.elapsed_s)
+                at = at._replace(step=at.step + 1, elapsed_s=elapsed_before + time.monotonic() - began)
+                progress, stopping = at.of(c), stop()
+                if ahead and progress < 1 and not stopping and not any(
+                        due(at.step, every) for every in (t.eval_every, t.sample_every, t.save_every)):
+                    continue
+
+                record, _ = readings.popleft().record(clock, t.batch_tokens)
+                skipped = count_skipped(record, skipped, run)
                 if due(at.step, t.eval_every) or progress >= 1:
                     result = score(model, valid, stop)
                     if result:
@@ -312,14 +329,15 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                     record["sample"] = write(model, tokenizer, c.seed)
                     metrics.say(f"--- step {at.step:,} writes:\n{record['sample']}\n---")
                 metrics.log(record, progress, (1 / max(progress, 1e-9) - 1) * at.elapsed_s)
-                if due(at.step, t.save_every) or best or progress >= 1 or stop():
+                stopping = stop()
+                if due(at.step, t.save_every) or best or progress >= 1 or stopping:
                     metrics.sync()
                     checkpoint.save(run, at.step, model.state_dict(), optim.state_tensors(model, optimizers),
                                     at._asdict(), t.keep, best)
                 if at.step == 30 and t.minutes and not (t.steps or t.tokens):
-                    say_dropout(t.batch_tokens / step_s * 60 * t.minutes, len(tokens), m.dropout, metrics.say)
-        finally:
-            metrics.close()
+                    say_dropout(record["tokens_per_s"] * 60 * t.minutes, len(tokens), m.dropout, metrics.say)
+                gc.collect(0 if not ahead else 2)
+                clock = time.monotonic()
         if stop():
             raise Interrupted(f"stopped and saved; go on with: forge train --resume {run}", stop.number)
         report(run, c, at, tokens, model, tokenizer, console)
@@ -330,12 +348,31 @@ def due(step: int, every: int | None) -> bool:
     return bool(every) and step % (every or 1) == 0
 
 
-def check(loss: Tensor, grad_norm: Tensor, step: int, run: Path) -> None:
-    """Raises Failure, before the weights are touched, when the loss or the gradient is no number."""
-    if not (math.isfinite(float(loss)) and math.isfinite(float(grad_norm))):
-        raise Failure(f"the loss of step {step + 1} is {float(loss)} and its gradient norm {float(grad_norm)}: training "
-                      f"has run away. The checkpoints in {run} are as they were; begin again with a lower rate "
-                      "(--optim.lr, --optim.muon-lr)")
+MOST_SKIPPED = 8        # steps in a row
+
+
+def count_skipped(record: dict[str, Any], skipped: int, run: Path) -> int:
+    """How many steps in a row have changed nothing, this record's among them. Raises Failure when they are too many."""
+    if not record.get("skipped"):
+        return 0
+    if skipped + 1 == MOST_SKIPPED:
+        raise Failure(f"the loss or the gradient of {MOST_SKIPPED} steps in a row, up to step {record['step']:,}, was no "
+                      f"number: training has run away. They changed nothing, and the checkpoints in {run} are as they "
+                      "were; begin again with a lower rate (--optim.lr, --optim.muon-lr)")
+    return skipped + 1
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Keeps Python's garbage collector out of the steps: it would stop them at any moment to look through all objects."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def write(model: Transformer, tokenizer: Tokenizer, seed: int, n: int = 120) -> str:

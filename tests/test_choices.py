@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._inductor.exc import InductorError
 
-from forge import choices, machine
+from forge import choices, machine, plan
 from forge.config import Config, Interrupted, ModelConfig, RequestError, TrainConfig
 from forge.memory import Memory
 
@@ -164,10 +164,10 @@ def test_a_gpu_measures_tiles_for_long_runs_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_cpu_takes_few_windows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    c = replace(BASE, train=replace(BASE.train, batch_tokens=65_536))
+    monkeypatch.setattr(machine, "memory_bytes", lambda _: 10 ** 12)
     for threads, tokens in ((1, 2048), (2, 2048), (8, 8192), (64, 16_384)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert machine.micro_batch(c, CPU, torch.float32) * 16 == tokens
+        t = replace(BASE.train, batch_tokens=65_536, dtype="float32", device="cpu", threads=threads)
+        assert plan.fit(replace(BASE, train=t), CPU)[0].train.micro_batch * 16 == tokens
 
 
 def test_the_matrix_rate_is_a_rate() -> None:

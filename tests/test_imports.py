@@ -12,8 +12,9 @@ import forge
 
 ROOT = Path(forge.__file__).parent
 # a module may import those before it; within one entry, files may import each other but not in a circle
-LAYERS = (("config", "memory"), ("presets", "tokenizer", "machine", "ops", "checkpoint", "metrics"),
-          ("data", "model", "optim"), ("choices", "generate"), ("tasks",), ("evaluation",), ("training", "view"),
+LAYERS = (("config", "memory"), ("presets", "tokenizer", "machine", "ops", "checkpoint", "metrics",
+           "graph"),
+          ("data", "model", "optim"), ("plan",), ("choices", "generate"), ("tasks",), ("evaluation",), ("training", "view"),
           ("bench", "bench_attention", "doctor"), ("cli",))
 NEVER = {("data", "model"), ("model", "machine"), ("model", "checkpoint"), ("checkpoint", "ops"), ("ops", "presets")}
 

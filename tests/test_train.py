@@ -262,15 +262,27 @@ def test_prepared_data_trains_alike_and_only_with_its_tokenizer(forge: Call, tex
     assert forge("data", "prepare", text_file, "--out", "shards").code == 2
 
 
-def test_a_loss_that_is_no_number_stops_before_the_weights(forge: Call, text_file: Path,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_no_number_changes_nothing(forge: Call, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms, clip = iter([1, 1, torch.nan, 1, 1]), torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", lambda *given: clip(*given) * next(norms))
+    got = forge("train", text_file, *TINY, "--train.steps", 5, "--train.save-every", 1, "--train.keep", 9, "--run", "r")
+    assert got.code == 0
+    assert "step 3 skipped" in got.out
+    assert [line.get("skipped") for line in records("r")] == [None, None, True, None, None]
+    assert [line["loss"] is None for line in records("r")] == [False, False, True, False, False]
+    two, three, four = (checkpoint.load(Path("r"), str(step)) for step in (2, 3, 4))
+    assert equal(two.weights, three.weights)
+    assert equal(two.optimizer, three.optimizer)
+    assert not equal(three.weights, four.weights)
+
+
+def test_too_many_steps_that_are_no_numbers_stop(forge: Call, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forge("train", text_file, *TINY, "--train.steps", 2, "--run", "r")
     before = weights("r")
     monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", lambda *_: torch.tensor(torch.nan))
-    failed = forge("train", "--resume", "r", "--train.steps", 4)
+    failed = forge("train", "--resume", "r", "--train.steps", 40)
     assert failed.code == 1
-    assert "gradient norm nan" in failed.err
-    assert [line["step"] for line in records("r")] == [1, 2]
+    assert "8 steps in a row, up to step 10" in failed.err
     assert equal(weights("r"), before)
 
 

@@ -85,6 +85,29 @@ def train_batch(tokens: Tokens, seq_len: int, seed: int, first: int, count: int,
     return batch_of(np.stack(rows), tokens.eot, mask)
 
 
+class Feed:
+    """feed(first, count): train_batch on the device. On a GPU it is copied from pinned memory on a stream of its own,
+    beside the work that was given to the GPU before."""
+
+    def __init__(self, tokens: Tokens, seq_len: int, seed: int, mask: bool, device: torch.device) -> None:
+        self.order, self.mask, self.device = (tokens, seq_len, seed), mask, device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, first: int, count: int) -> Batch:
+        batch = train_batch(*self.order, first, count, self.mask)
+        if self.stream is None:
+            return Batch(*(None if x is None else x.to(self.device) for x in batch))    # type: ignore[arg-type]
+        with torch.cuda.stream(self.stream):
+            batch = Batch(*(None if x is None else x.pin_memory().to(self.device, non_blocking=True)
+                            for x in batch))    # type: ignore[arg-type]
+        user = torch.cuda.current_stream(self.device)
+        user.wait_stream(self.stream)
+        for x in batch:
+            if x is not None:
+                x.record_stream(user)       # its memory is not given away before the steps have read it
+        return batch
+
+
 def needs_mask(tokens: Tokens, seq_len: int) -> bool:
     """Whether training windows hold parts of several documents, or, when the text is shorter, copies of the one."""
     return tokens.documents > 1 or len(tokens) <= seq_len

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from forge.config import ModelConfig
+from forge.ops.activated_linear import activated_linear, activation
 from forge.ops.attention import attention
 from forge.ops.cross_entropy import linear_cross_entropy
 
@@ -41,6 +43,14 @@ class Linear(nn.Linear):
         if self.packed is not None:
             return product(x, self.packed, self.bias)
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+def joined(x: Tensor, linears: Sequence[Linear]) -> Tensor:
+    """What several layers make of x, side by side, by one product: larger, so faster. Their weights and gradients stay
+    apart."""
+    weight = torch.cat([linear.weight for linear in linears]).to(x.dtype)
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears]).to(x.dtype)
+    return F.linear(x, weight, bias)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -113,10 +123,8 @@ class Attention(nn.Module):
                 caches: Sequence[Cache] | None) -> Tensor:
         B, T, _ = x.shape
         c = self.config
-        if self.packed_qkv is None:
-            q, k, v = self.wq(x), self.wk(x), self.wv(x)
-        else:
-            q, k, v = product(x, *self.packed_qkv).split([c.n_heads * c.head_dim, *[c.n_kv_heads * c.head_dim] * 2], -1)
+        qkv = joined(x, (self.wq, self.wk, self.wv)) if self.packed_qkv is None else product(x, *self.packed_qkv)
+        q, k, v = qkv.split([c.n_heads * c.head_dim, *[c.n_kv_heads * c.head_dim] * 2], -1)
         q = self.q_norm(q.view(B, T, c.n_heads, c.head_dim))
         k = self.k_norm(k.view(B, T, c.n_kv_heads, c.head_dim))
         v = v.view(B, T, c.n_kv_heads, c.head_dim)
@@ -138,21 +146,23 @@ class MLP(nn.Module):
         super().__init__()
         self.kind = config.mlp
         self.up = Linear(config.dim, config.ffn_dim, config.bias)
-        if config.mlp == "swiglu":                                  # arXiv:2002.05202
+        if config.mlp == "swiglu":
             self.gate = Linear(config.dim, config.ffn_dim, config.bias)
         self.down = Linear(config.ffn_dim, config.dim, config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "swiglu":
-            return self.down(F.silu(self.gate(x)) * self.up(x))
-        if self.kind == "relu2":                                    # arXiv:2109.08668
-            return self.down(F.relu(self.up(x)).square())
-        return self.down(F.gelu(self.up(x), approximate="tanh"))    # as GPT-2 has it
+        if self.down.packed is not None:
+            swiglu = self.kind == "swiglu"
+            return self.down(F.silu(self.gate(x)) * self.up(x) if swiglu else activation(self.up(x), self.kind))
+        h = joined(x, (self.gate, self.up)) if self.kind == "swiglu" else self.up(x)
+        y = activated_linear(h, self.down.weight.to(x.dtype), self.kind)
+        return y if self.down.bias is None else y + self.down.bias.to(x.dtype)
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, backend: str | None) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: str | None, recompute: str) -> None:
         super().__init__()
+        self.recompute = recompute
         self.attention_norm = Norm(config.dim, config.norm)
         self.attention = Attention(config, layer, backend)
         self.mlp_norm = Norm(config.dim, config.norm)
@@ -162,23 +172,31 @@ class Block(nn.Module):
     def forward(self, x: Tensor, starts: Tensor | None, rope: tuple[Tensor, Tensor] | None,
                 caches: Sequence[Cache] | None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), starts, rope, caches))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        if self.recompute == "selective" and self.training:
+            return x + self.dropout(checkpoint(self.feed, x, use_reentrant=False, preserve_rng_state=False))
+        return x + self.dropout(self.feed(x))
+
+    def feed(self, x: Tensor) -> Tensor:
+        return self.mlp(self.mlp_norm(x))
 
 
 class Transformer(nn.Module):
     """A causal language model; config must be resolved, vocab_size included.
 
     dtype: of the computation. backend: of attention in training; None lets each call choose.
+    recompute: what training computes again in the backward rather than keep (activation checkpointing, arXiv:1604.06174):
+    none, selective (each block's MLP), full (each block).
     """
 
     packed_head: Tensor | None = None
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, backend: str | None = None) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, backend: str | None = None,
+                 recompute: str = "none") -> None:
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.recompute = config, dtype, recompute
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.position = nn.Embedding(config.seq_len, config.dim) if config.position == "learned" else None
-        self.blocks = nn.ModuleList(Block(config, layer, backend) for layer in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config, layer, backend, recompute) for layer in range(config.n_layers))
         self.norm = Norm(config.dim, config.norm)
         self.head = None if config.tied else Linear(config.dim, config.vocab_size, bias=False)
         self.dropout = nn.Dropout(config.dropout)
@@ -188,15 +206,27 @@ class Transformer(nn.Module):
 
         inputs, targets (B, T) int64, a negative target is not counted; starts (B, T) int32 as in ops.attention.
         """
-        x = self.hidden(inputs, starts)
+        return self.mean_nats(self.stream(inputs, starts), targets)
+
+    def mean_nats(self, x: Tensor, targets: Tensor) -> Tensor:
         c = self.config
-        return linear_cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten(), softcap=c.softcap,
+        return linear_cross_entropy(self.norm(x).flatten(0, 1), self.head_weight, targets.flatten(), softcap=c.softcap,
                                     z_loss=c.z_loss if self.training else 0.0)
+
+    def compile_parts(self) -> None:
+        """torch.compile block by block: they share one graph, so the wait does not grow with the depth."""
+        for block in self.blocks:
+            block.compile(dynamic=False)
+        self.mean_nats = torch.compile(self.mean_nats, dynamic=False)       # type: ignore[method-assign]
 
     def hidden(self, inputs: Tensor, starts: Tensor | None = None, caches: Sequence[Cache] | None = None) -> Tensor:
         """(B, T, C) for the tokens (B, T), row b after those in caches[b], which takes them in; rows without a cache are
         padding. Raises ValueError past the last learned position or a cache's end.
         """
+        return self.norm(self.stream(inputs, starts, caches))
+
+    def stream(self, inputs: Tensor, starts: Tensor | None, caches: Sequence[Cache] | None = None) -> Tensor:
+        """`hidden` before its norm."""
         c, (B, T) = self.config, inputs.shape
         firsts = [0] * B if caches is None else [cache.length for cache in caches] + [0] * (B - len(caches))
         if caches and max(firsts) + T > caches[0].capacity:
@@ -206,8 +236,11 @@ class Transformer(nn.Module):
         if self.position is not None:
             if max(firsts) + T > c.seq_len:
                 raise ValueError(f"{max(firsts) + T} tokens: the model has learned {c.seq_len} positions")
-            positions = torch.arange(T, device=inputs.device)
-            x = x + self.position(positions if caches is None else torch.stack([positions + first for first in firsts]))
+            if caches is None:
+                x = x + self.position.weight[:T]
+            else:
+                positions = torch.arange(T, device=inputs.device)
+                x = x + self.position(torch.stack([positions + first for first in firsts]))
         elif caches is None:
             rope = rope_tables(T, c.head_dim, c.rope_base, inputs.device, self.dtype)
         else:
@@ -215,10 +248,14 @@ class Transformer(nn.Module):
             rope = cos, sin
         x = self.dropout(x.to(self.dtype))
         for block in self.blocks:
-            x = block(x, starts, rope, caches)
+            if self.recompute == "full" and self.training:
+                x = checkpoint(block, x, starts, rope, caches, use_reentrant=False,
+                               preserve_rng_state=c.dropout > 0)
+            else:
+                x = block(x, starts, rope, caches)
         for cache in caches or ():
             cache.length += T
-        return self.norm(x)
+        return x
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., V) in float32 or wider, from (..., C)."""

@@ -71,8 +71,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
                          "tokens, heads, head_dim")
     B, T, H, D = q.shape
     S, K = k.shape[1], k.shape[2]
-    if q.dtype != torch.float64 and torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(
-            q.device.type):
+    if q.dtype != torch.float64 and q.device.type in ("cuda", "cpu", "mps") and torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if k.shape != (B, S, K, D) or v.shape != k.shape:
         raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must be (B, S, K, D) = ({B}, S, K, {D}) for "
@@ -154,17 +153,26 @@ def tuned(case: Case, T: int, H: int, K: int) -> str:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def attend_ms(name: str, case: Case, T: int, H: int, K: int) -> float:
-    """Milliseconds of one forward and backward, which is preceded by none: call it more than once."""
-    B = 1 if case.device == "cpu" else max(1, 2 ** 17 // (T * H))
+    """Milliseconds of one forward and backward, which is preceded by none: call it more than once.
+
+    On a GPU its own time, of as much work as hides how long the host takes to launch it."""
+    gpu = case.device == "cuda"
+    B = 1 if case.device == "cpu" else max(1, 2 ** (19 if gpu else 17) // (T * H))
     T, S = (1, 2 * SHORT) if case.single else (T, T if case.square else 2 * T)
     q, k, v = (x.requires_grad_() for x in random_inputs(case, (B, T, H), (B, S, K), (B, S, K)))
     starts = torch.zeros(B, T, dtype=torch.int32, device=case.device) if case.starts else None
-    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(case.device, lambda: None)
+
+    def run() -> None:
+        out, _ = BACKENDS[name].attend(q, k, v, starts, case.causal, max(1, T // 4) if case.window else None,
+                                       case.head_dim ** -0.5, 20.0 if case.softcap else None)
+        out.backward(out.detach())
+
+    if gpu:
+        return triton.benchmark(run, 3)
+    wait = torch.mps.synchronize if case.device == "mps" else lambda: None
     wait()
     began = time.perf_counter()
-    out, _ = BACKENDS[name].attend(q, k, v, starts, case.causal, max(1, T // 4) if case.window else None,
-                                   case.head_dim ** -0.5, 20.0 if case.softcap else None)
-    out.sum().backward()
+    run()
     wait()
     return 1000 * (time.perf_counter() - began)
 

@@ -101,7 +101,7 @@ def rows(x: Tensor, K: int, dtype: torch.dtype) -> Tensor:
 def unrows(x: Tensor, B: int, T: int, H: int) -> Tensor:
     """(B K, T G, ...) -> (B, T, H, ...) contiguous."""
     K = x.shape[0] // B if B else 1
-    return x.view(B, K, T, H // K, *x.shape[2:]).transpose(1, 2).reshape(B, T, H, *x.shape[2:])
+    return x.view(B, K, T, H // K, *x.shape[2:]).transpose(1, 2).reshape(B, T, H, *x.shape[2:]).contiguous()
 
 
 def add_product(into: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -99,6 +99,12 @@ def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@torch.compiler.assume_constant_result
+def kernels_run(device: str, dtype: torch.dtype) -> bool:
+    """Whether Triton's elementwise kernels can be had for tensors of a device."""
+    return dtype != torch.float64 and installed() and (device == "cuda" or interpreted())
+
+
 def supports(case: Case) -> str | None:
     if case.device != "cuda" and not interpreted():
         return "needs an NVIDIA GPU"
@@ -396,10 +402,11 @@ AGREE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}     # t
 
 
 def benchmark(run: Callable[[], Any], repeats: int = 8) -> float:
-    """Milliseconds on the GPU: the median."""
+    """Milliseconds on the GPU: the median. It sleeps before each, while the host launches all of it."""
     times = []
     for i in range(repeats + 2):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(10_000_000)       # cycles, some 5 ms
         began.record()
         run()
         ended.record()
