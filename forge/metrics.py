@@ -23,22 +23,27 @@ class Reading:
     def __init__(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor) -> None:
         self.step, self.lr, self.done = step, lr, time.monotonic()
         self.numbers = torch.stack((loss, grad_norm)).to("cpu", non_blocking=True)
-        self.event = torch.cuda.Event() if loss.is_cuda else None
+        self.event = torch.cuda.Event(enable_timing=True) if loss.is_cuda else None
         if self.event:
             self.event.record()
 
-    def record(self, before: float, batch_tokens: int) -> tuple[dict[str, Any], float]:
-        """(the step's record, when the device was done with it); before: when it was done with the step before."""
+    def record(self, before: Reading | float, batch_tokens: int) -> dict[str, Any]:
+        """The step's record, once the device is done with it. before: the step before, or when this one began."""
         if self.event:
             self.event.synchronize()
             self.done = time.monotonic()
-        step_s = max(self.done - before, 1e-9)
+        if isinstance(before, float):
+            step_ms = 1000 * (self.done - before)
+        elif self.event and before.event:
+            step_ms = before.event.elapsed_time(self.event)
+        else:
+            step_ms = 1000 * (self.done - before.done)
         loss, grad_norm = self.numbers.tolist()
         record = {"step": self.step, "tokens": self.step * batch_tokens, "loss": loss, "lr": self.lr, "grad_norm": grad_norm,
-                  "tokens_per_s": batch_tokens / step_s, "step_ms": 1000 * step_s}
+                  "tokens_per_s": 1000 * batch_tokens / step_ms, "step_ms": step_ms}
         if not math.isfinite(loss + grad_norm):         # JSON knows no such number
             record |= {"loss": None, "grad_norm": None, "skipped": True}
-        return record, self.done
+        return record
 
 
 class Metrics:

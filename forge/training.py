@@ -26,8 +26,8 @@ from forge.config import Config, Failure, Interrupted, RequestError
 from forge.data import prepare
 from forge.data.loader import Feed, Tokens, needs_mask
 from forge.evaluation import score
-from forge.graph import Replayed
 from forge.generate import Sampling, complete, load_weights
+from forge.graph import Replayed
 from forge.metrics import Metrics, Reading, duration
 from forge.model.transformer import Transformer, init_weights
 from forge.tokenizer import KINDS, Tokenizer
@@ -253,6 +253,8 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
         tokens, valid = (Tokens(data / part, tokenizer.hash) for part in ("train", "valid"))
         mask, ahead = needs_mask(tokens, m.seq_len), device.type == "cuda"
 
+        if ahead:
+            torch.cuda.set_stream(torch.cuda.Stream())      # a graph cannot be recorded on the default one
         with torch.device("meta"):
             model = Transformer(m, getattr(torch, t.dtype), t.attention, t.recompute)
         model.to_empty(device=device)
@@ -278,7 +280,6 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
             return part.detach()
 
         if ahead:
-            torch.cuda.set_stream(torch.cuda.Stream())      # graphs are not recorded on the default one
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)                # where it is, a graph adds to it
             if not (t.recompute == "full" and m.dropout):   # which puts back random states: not within a graph
@@ -288,7 +289,8 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
         readings: deque[Reading] = deque()      # steps that the device still works on: the host runs one ahead of it
         skipped = 0                             # steps in a row
         began, elapsed_before = time.monotonic(), at.elapsed_s
-        clock, progress, stopping = began, at.of(c), stop()
+        before: Reading | float = began
+        progress, stopping = at.of(c), stop()
         model.train()
         with without_gc(), metrics:
             while progress < 1 and not stopping:
@@ -307,7 +309,8 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
 
                 readings.append(Reading(at.step + 1, optimizers[-1].param_groups[0]["lr"], loss, grad_norm))
                 while len(readings) > 1:
-                    record, clock = readings.popleft().record(clock, t.batch_tokens)
+                    record = readings[0].record(before, t.batch_tokens)
+                    before = readings.popleft()
                     skipped = count_skipped(record, skipped, run)
                     metrics.log(record, progress, (1 / max(progress, 1e-9) - 1) * at.elapsed_s)
                 at = at._replace(step=at.step + 1, elapsed_s=elapsed_before + time.monotonic() - began)
@@ -316,7 +319,7 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                         due(at.step, every) for every in (t.eval_every, t.sample_every, t.save_every)):
                     continue
 
-                record, _ = readings.popleft().record(clock, t.batch_tokens)
+                record = readings.popleft().record(before, t.batch_tokens)
                 skipped = count_skipped(record, skipped, run)
                 if due(at.step, t.eval_every) or progress >= 1:
                     result = score(model, valid, stop)
@@ -337,7 +340,7 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                 if at.step == 30 and t.minutes and not (t.steps or t.tokens):
                     say_dropout(record["tokens_per_s"] * 60 * t.minutes, len(tokens), m.dropout, metrics.say)
                 gc.collect(0 if not ahead else 2)
-                clock = time.monotonic()
+                before = time.monotonic()
         if stop():
             raise Interrupted(f"stopped and saved; go on with: forge train --resume {run}", stop.number)
         report(run, c, at, tokens, model, tokenizer, console)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from forge.config import ModelConfig
 from forge.ops.activated_linear import activated_linear, activation
-from forge.ops.attention import attention
+from forge.ops.attention import attention, packed
 from forge.ops.cross_entropy import linear_cross_entropy
 
 
@@ -116,23 +116,27 @@ class Attention(nn.Module):
         self.wk = Linear(config.dim, K * D, config.bias)
         self.wv = Linear(config.dim, K * D, config.bias)
         self.wo = Linear(H * D, config.dim, config.bias)
-        self.q_norm: nn.Module = Norm(D) if config.qk_norm else nn.Identity()
-        self.k_norm: nn.Module = Norm(D) if config.qk_norm else nn.Identity()
+        self.q_norm: Norm | nn.Identity = Norm(D) if config.qk_norm else nn.Identity()
+        self.k_norm: Norm | nn.Identity = Norm(D) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, starts: Tensor | None, rope: tuple[Tensor, Tensor] | None,
                 caches: Sequence[Cache] | None) -> Tensor:
         B, T, _ = x.shape
         c = self.config
         qkv = joined(x, (self.wq, self.wk, self.wv)) if self.packed_qkv is None else product(x, *self.packed_qkv)
-        q, k, v = qkv.split([c.n_heads * c.head_dim, *[c.n_kv_heads * c.head_dim] * 2], -1)
-        q = self.q_norm(q.view(B, T, c.n_heads, c.head_dim))
-        k = self.k_norm(k.view(B, T, c.n_kv_heads, c.head_dim))
-        v = v.view(B, T, c.n_kv_heads, c.head_dim)
+        backend = self.backend if self.training else None
+        if caches is None and backend and backend.startswith("triton") and packed.supports(qkv, c.head_dim):
+            q_gain, k_gain = (norm.weight if isinstance(norm, Norm) else None for norm in (self.q_norm, self.k_norm))
+            cos, sin = rope or (None, None)
+            packed_out = packed.attend(qkv, q_gain, k_gain, cos, sin, starts, c.n_heads, c.n_kv_heads, self.window, backend)
+            return self.wo(packed_out.flatten(2))
+        q, k, v = packed.parts(qkv, c.n_heads, c.n_kv_heads, c.head_dim)
+        q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         if caches is None:
-            out = attention(q, k, v, window=self.window, starts=starts, backend=self.backend if self.training else None)
-            assert isinstance(out, Tensor)
+            out = attention(q, k, v, window=self.window, starts=starts, backend=backend)
+            assert isinstance(out, Tensor)      # and no pair with lse
         else:               # row by row: each sequence has a length of its own
             out = torch.zeros_like(q)
             for row, cache in enumerate(caches):
@@ -169,12 +173,15 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, starts: Tensor | None, rope: tuple[Tensor, Tensor] | None,
-                caches: Sequence[Cache] | None) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, starts: Tensor | None, rope: tuple[Tensor, Tensor] | None,
+                caches: Sequence[Cache] | None) -> tuple[Tensor, Tensor]:
+        """x: the residual stream, y: what the block before adds to it; so too the result. Blocks are compiled one by one,
+        and a sum is nearly free within the kernel of the norm that follows it."""
+        x = x + y
         x = x + self.dropout(self.attention(self.attention_norm(x), starts, rope, caches))
         if self.recompute == "selective" and self.training:
-            return x + self.dropout(checkpoint(self.feed, x, use_reentrant=False, preserve_rng_state=False))
-        return x + self.dropout(self.feed(x))
+            return x, self.dropout(checkpoint(self.feed, x, use_reentrant=False, preserve_rng_state=False))
+        return x, self.dropout(self.feed(x))
 
     def feed(self, x: Tensor) -> Tensor:
         return self.mlp(self.mlp_norm(x))
@@ -206,11 +213,11 @@ class Transformer(nn.Module):
 
         inputs, targets (B, T) int64, a negative target is not counted; starts (B, T) int32 as in ops.attention.
         """
-        return self.mean_nats(self.stream(inputs, starts), targets)
+        return self.mean_nats(*self.stream(inputs, starts), targets)
 
-    def mean_nats(self, x: Tensor, targets: Tensor) -> Tensor:
+    def mean_nats(self, x: Tensor, y: Tensor, targets: Tensor) -> Tensor:
         c = self.config
-        return linear_cross_entropy(self.norm(x).flatten(0, 1), self.head_weight, targets.flatten(), softcap=c.softcap,
+        return linear_cross_entropy(self.norm(x + y).flatten(0, 1), self.head_weight, targets.flatten(), softcap=c.softcap,
                                     z_loss=c.z_loss if self.training else 0.0)
 
     def compile_parts(self) -> None:
@@ -223,10 +230,11 @@ class Transformer(nn.Module):
         """(B, T, C) for the tokens (B, T), row b after those in caches[b], which takes them in; rows without a cache are
         padding. Raises ValueError past the last learned position or a cache's end.
         """
-        return self.norm(self.stream(inputs, starts, caches))
+        x, y = self.stream(inputs, starts, caches)
+        return self.norm(x + y)
 
-    def stream(self, inputs: Tensor, starts: Tensor | None, caches: Sequence[Cache] | None = None) -> Tensor:
-        """`hidden` before its norm."""
+    def stream(self, inputs: Tensor, starts: Tensor | None, caches: Sequence[Cache] | None = None) -> tuple[Tensor, Tensor]:
+        """`hidden` before its norm: the residual stream and what the last block adds to it."""
         c, (B, T) = self.config, inputs.shape
         firsts = [0] * B if caches is None else [cache.length for cache in caches] + [0] * (B - len(caches))
         if caches and max(firsts) + T > caches[0].capacity:
@@ -247,15 +255,15 @@ class Transformer(nn.Module):
             cos, sin = (torch.stack([table[first:first + T] for first in firsts]) for table in caches[0].rope)
             rope = cos, sin
         x = self.dropout(x.to(self.dtype))
+        y = torch.zeros_like(x)
         for block in self.blocks:
             if self.recompute == "full" and self.training:
-                x = checkpoint(block, x, starts, rope, caches, use_reentrant=False,
-                               preserve_rng_state=c.dropout > 0)
+                x, y = checkpoint(block, x, y, starts, rope, caches, use_reentrant=False, preserve_rng_state=c.dropout > 0)
             else:
-                x = block(x, starts, rope, caches)
+                x, y = block(x, y, starts, rope, caches)
         for cache in caches or ():
             cache.length += T
-        return x
+        return x, y
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., V) in float32 or wider, from (..., C)."""
