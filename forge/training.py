@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from forge import checkpoint, config, machine, optim
+from forge import checkpoint, config, machine, optim, plan
 from forge.choices import choose
 from forge.config import Config, Failure, Interrupted, RequestError
 from forge.data import prepare
@@ -272,18 +272,20 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
             model.compile_parts()
 
         sequences = t.batch_tokens // m.seq_len
-        accumulation = sequences // t.micro_batch
 
         def forward_backward(inputs: Tensor, targets: Tensor, starts: Tensor | None) -> Tensor:
-            part = model(inputs, targets, starts) / accumulation        # mean nats per token
+            part = model(inputs, targets, starts) * (t.micro_batch / sequences)     # mean nats per token of the step
             part.backward()
             return part.detach()
+
+        def recorded() -> Callable[..., Tensor]:
+            graphs = ahead and not (t.recompute == "full" and m.dropout)    # which puts random states back: not in a graph
+            return Replayed(forward_backward) if graphs else forward_backward
 
         if ahead:
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)                # where it is, a graph adds to it
-            if not (t.recompute == "full" and m.dropout):   # which puts back random states: not within a graph
-                forward_backward = Replayed(forward_backward)       # type: ignore[assignment]
+        part_of_step = recorded()
         feed = Feed(tokens, m.seq_len, c.seed, mask, device)
         metrics = Metrics(run / "metrics.jsonl", at.step, console)
         readings: deque[Reading] = deque()      # steps that the device still works on: the host runs one ahead of it
@@ -296,10 +298,21 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
             while progress < 1 and not stopping:
                 if m.dropout:
                     torch.manual_seed((c.seed << 32) + at.step & (1 << 63) - 1)     # so no state need be kept
-                loss = torch.zeros((), device=device)
-                for micro in range(accumulation):                   # equals one large batch: all hold as many tokens
-                    inputs, targets, starts = feed(at.step * sequences + micro * t.micro_batch, t.micro_batch)  # (B, T)
-                    loss += forward_backward(inputs, targets, starts)
+                loss, less = torch.zeros((), device=device), None
+                try:
+                    for first in range(0, sequences, t.micro_batch):        # equals one large batch: all hold as many tokens
+                        inputs, targets, starts = feed(at.step * sequences + first, t.micro_batch)      # (B, T) each
+                        loss += part_of_step(inputs, targets, starts)
+                except torch.OutOfMemoryError as error:
+                    less = with_less_memory(c, str(error), metrics.say)
+                if less:        # after the handler, which holds what the failed part had made
+                    c, t = less, less.train
+                    config.save_json(c, run / "config.json")
+                    model.set_recompute(t.recompute)
+                    model.zero_grad(set_to_none=not ahead)
+                    part_of_step = recorded()
+                    torch.cuda.empty_cache()
+                    continue
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.optim.clip or math.inf)
                 optim.set_lr(optimizers, optim.lr_factor(at.step, progress, c.optim))
                 optim.mask(optimizers, bad=((loss + grad_norm).isfinite() == 0).float())
@@ -349,6 +362,17 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
 
 def due(step: int, every: int | None) -> bool:
     return bool(every) and step % (every or 1) == 0
+
+
+def with_less_memory(c: Config, error: str, say: Say) -> Config:
+    """The next smaller setting after the device's memory ran out, said aloud. Raises Failure when there is none."""
+    less = plan.smaller(c)
+    words = f"out of memory ({error.splitlines()[0]}). A step was planned to take\n{plan.table(c)}"
+    if less is None:
+        raise Failure(f"{words}\nand no smaller setting is left; name a smaller --preset, or set a smaller --model.dim, "
+                      "--model.n-layers or --model.seq-len")
+    say(f"{words}\nso it goes on with {plan.said(less)}: the batch of {c.train.batch_tokens:,} tokens stays as it is")
+    return less
 
 
 MOST_SKIPPED = 8        # steps in a row

@@ -22,6 +22,7 @@ import forge
 from forge import checkpoint, config
 from forge.config import Config
 from forge.evaluation import evaluate
+from forge.model.transformer import Transformer
 
 Call = Callable[..., Any]
 
@@ -305,3 +306,42 @@ def test_python_trains_and_loads(text_file: Path) -> None:
     text = forge.sample(run, "the forge", max_new_tokens=20, seed=3)
     assert text == forge.sample(run, "the forge", max_new_tokens=20, seed=3)
     assert math.isfinite(forge.evaluate(run).bpb)
+
+
+def test_when_memory_runs_out_it_goes_on_with_less(forge: Call, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times, at steps of different settings; the losses are those of a run that had room enough."""
+    arguments = ("train", text_file, *TINY, "--train.steps", 6, "--train.micro-batch", 8)
+    forge(*arguments, "--run", "room")
+    rows, forward = [], Transformer.forward
+    fails = iter([False, False, True, False, True])
+
+    def full(self: Transformer, inputs: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            rows.append((len(inputs), self.recompute))
+            if next(fails, False):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return forward(self, inputs, *rest)
+
+    monkeypatch.setattr(Transformer, "forward", full)
+    got = forge(*arguments, "--run", "tight")
+    assert got.code == 0
+    assert got.out.count("out of memory (CUDA out of memory.") == 2
+    assert "activations" in got.out
+    assert len(set(rows)) == 3
+    kept = config.load_json(Path("tight/config.json")).train
+    assert rows[-1] == (kept.micro_batch, kept.recompute)
+    for one, other in zip(records("room"), records("tight"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
+
+
+def test_without_a_smaller_setting_it_stops_with_a_table(forge: Call, text_file: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Transformer, "mean_nats", full)
+    failed = forge("train", text_file, *TINY, "--train.steps", 2, "--run", "r")
+    assert failed.code == 1
+    assert "no smaller setting is left" in failed.err
+    assert "weights" in failed.err
+    assert "in all" in failed.err

@@ -164,9 +164,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, backend: str | None, recompute: str) -> None:
+    recompute = "none"
+
+    def __init__(self, config: ModelConfig, layer: int, backend: str | None) -> None:
         super().__init__()
-        self.recompute = recompute
         self.attention_norm = Norm(config.dim, config.norm)
         self.attention = Attention(config, layer, backend)
         self.mlp_norm = Norm(config.dim, config.norm)
@@ -200,13 +201,19 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, backend: str | None = None,
                  recompute: str = "none") -> None:
         super().__init__()
-        self.config, self.dtype, self.recompute = config, dtype, recompute
+        self.config, self.dtype = config, dtype
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.position = nn.Embedding(config.seq_len, config.dim) if config.position == "learned" else None
-        self.blocks = nn.ModuleList(Block(config, layer, backend, recompute) for layer in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config, layer, backend) for layer in range(config.n_layers))
         self.norm = Norm(config.dim, config.norm)
         self.head = None if config.tied else Linear(config.dim, config.vocab_size, bias=False)
         self.dropout = nn.Dropout(config.dropout)
+        self.set_recompute(recompute)
+
+    def set_recompute(self, kind: str) -> None:
+        self.recompute = kind
+        for block in self.blocks:
+            block.recompute = kind      # type: ignore[assignment]
 
     def forward(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
         """Mean nats per token, a scalar; in training also the z-loss.

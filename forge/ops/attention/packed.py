@@ -12,8 +12,8 @@ from torch import Tensor
 
 from forge.ops.attention.triton import HEAD_DIMS, Launch, kernels_run
 
-ROWS = 32               # of one head in a program
-PROGRAMS = 256          # for each head, in the backward; each sums the gradient of the gains
+ROWS = 64               # of one head in a program
+PROGRAMS = 128          # for each head, in the backward; each sums the gradient of the gains
 
 
 def parts(qkv: Tensor, H: int, K: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
