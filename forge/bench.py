@@ -92,14 +92,13 @@ def bench_train(config: Config, *, steps: int = 20, profile: bool = False) -> di
     tokens_per_s = 1000 * config.train.batch_tokens / median
     flops = config.model.flops_per_token() * tokens_per_s
     product = machine.matmul_flops(device, getattr(torch, config.train.dtype))
-    stated = machine.peak_flops(config.train.dtype) if device.type == "cuda" else None
+    stated = machine.peak_flops(config.train.dtype)
     measured = {
         "tokens per s": tokens_per_s, "step ms": median, "fastest step ms": ms[0], "slowest step ms": ms[-1],
         "compile s": max(0.0, (records[0]["step_ms"] - median) / 1000) if config.train.compile else 0.0,
-        "TFLOP/s": flops / 1e12, "MFU, % of the stated peak": stated and 100 * flops / stated,
+        "TFLOP/s": flops / 1e12, "MFU, % of the maker's peak": 100 * flops / stated if stated else "unknown",
         f"of a {config.train.dtype} product's TFLOP/s": product / 1e12, "share of it, %": 100 * flops / product,
-        "peak memory GB": peak_memory(device) / 1e9,
-        "planned memory GB": sum(plan.memory(config).values()) / 1e9 if device.type == "cuda" else None}
+        "peak memory GB": peak_memory(device) / 1e9, "planned memory GB": sum(plan.memory(config).values()) / 1e9}
     result: dict[str, Any] = {"measured": measured}
     if profile and device.type == "cuda":
         result["profile"] = gpu_parts(profiler.events() or [], PROFILED_STEPS)

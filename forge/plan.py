@@ -27,7 +27,7 @@ def memory(c: Config) -> dict[str, float]:
     tokens = t.micro_batch * m.seq_len
     hidden = m.matrix_parameters - m.vocab_size * m.dim
     by_adamw = m.parameters - (hidden if c.optim.optimizer == "muon" else 0)
-    whole, mlp = kept_by_block(m)
+    whole, mlp = kept_by_block(m, t.device == "cuda")
     layers = {"none": m.n_layers * whole, "selective": m.n_layers * (whole - mlp) + mlp,
               "full": m.n_layers * 2 * m.dim + whole}[t.recompute]
     chunk = min(tokens * m.vocab_size, GPU_CHUNK_LOGITS if t.device == "cuda" else CHUNK_LOGITS)
@@ -39,11 +39,12 @@ def memory(c: Config) -> dict[str, float]:
             "Muon": 16 * min(hidden, TOGETHER) if c.optim.optimizer == "muon" else 0}
 
 
-def kept_by_block(m: ModelConfig) -> tuple[int, int]:
-    """Numbers a token that a block keeps for its backward, and those of them that its MLP keeps."""
+def kept_by_block(m: ModelConfig, fused: bool) -> tuple[int, int]:
+    """Numbers a token that a block keeps for its backward, and those of them that its MLP keeps. fused: the MLP keeps its
+    activation's input alone (ops.activated_linear)."""
     heads = (m.n_heads + 2 * m.n_kv_heads) * m.head_dim
     attention = 2 * m.dim + heads * (2 if m.qk_norm else 1) + m.n_heads * m.head_dim       # input, its norm, q k v, output
-    mlp = m.dim + m.ffn_dim * (3 if m.mlp == "swiglu" else 2)
+    mlp = m.dim + m.ffn_dim * ((2 if m.mlp == "swiglu" else 1) + (not fused))
     return attention + m.dim + mlp, mlp
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from forge import machine
 from forge.config import ModelConfig
 from forge.model.transformer import Cache, Transformer, init_weights
 
@@ -40,6 +41,52 @@ def test_cached_decoding_equals_the_full_forward(switch: str) -> None:
         caches = [Cache(model.config, 16, ids.device, torch.float64) for _ in ids]
         parts = [model.logits(model.hidden(piece, caches=caches)) for piece in ids.split(sizes, 1)]
         torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("switch", ["gpt2", "all modern"])
+def test_it_compiles_without_a_graph_break(switch: str, recompute: str) -> None:
+    model = Transformer(dataclasses.replace(BASE, **SWITCHES[switch]).resolve(), torch.bfloat16, "blocked", recompute)
+    init_weights(model, 0)
+    ids, starts = torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.int32)
+    torch._dynamo.reset()
+    explained = torch._dynamo.explain(model)(ids, ids, starts)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+    torch._dynamo.reset()
+
+
+def test_compiled_parts_equal_the_model() -> None:
+    """By the compiler that training uses, which also checks the strides of what the ops give."""
+    if machine.compiler() is None:
+        pytest.skip("no C++ compiler is here")
+    results = []
+    for compiled in (False, True):
+        model = Transformer(dataclasses.replace(BASE, n_layers=2).resolve(), torch.float32, "blocked").train()
+        init_weights(model, 0)
+        ids = torch.randint(0, 17, (2, 16), generator=torch.Generator().manual_seed(1))
+        if compiled:
+            model.compile_parts()
+        loss = model(ids, ids.roll(-1))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for x, y in zip(*results):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_recomputing_changes_no_gradient(switch: str, recompute: str) -> None:
+    found = []
+    for kind in ("none", recompute):
+        torch.manual_seed(0)        # dropout's
+        model = build(SWITCHES[switch]).train()
+        model.set_recompute(kind)
+        ids = torch.randint(0, 17, (2, 12), generator=torch.Generator().manual_seed(1))
+        model(ids, ids.roll(-1)).backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == len(list(model.parameters()))
+    for x, y in zip(*found):
+        torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

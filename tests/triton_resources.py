@@ -1,8 +1,9 @@
-"""python tests/triton_resources.py 80 90: registers, spilled bytes and shared memory of every kernel of
-forge.ops.attention.triton, compiled for these GPUs without one, by the launcher itself on tensors without memory. JSON."""
+"""python tests/triton_resources.py 80 90: registers, spilled bytes and shared memory of every Triton kernel, compiled for
+these GPUs without one, by the launchers themselves on tensors without memory. JSON."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -15,9 +16,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from forge.ops import activated_linear, cross_entropy
+from forge.ops.attention import packed
 from forge.ops.attention import triton as launcher
 
 SHARED = {80: 163 << 10, 90: 227 << 10}
@@ -58,13 +62,11 @@ def usage(cubin: bytes) -> dict[str, int]:
 class Kernel:
     """Compiles where a kernel would be launched."""
 
-    def __init__(self, name: str, note: Callable[[str, Any], None]) -> None:
-        self.name, self.note = name, note
+    def __init__(self, kernel: Any, name: str, note: Callable[[str, Any], None]) -> None:
+        self.kernel, self.name, self.note = kernel, name, note
 
     def __getitem__(self, grid: tuple) -> Callable[..., None]:
-        from forge.ops.attention import triton_kernels
-
-        return lambda **args: self.note(self.name, getattr(triton_kernels, self.name).warmup(grid=(1,), **args))
+        return lambda **args: self.note(self.name, self.kernel.warmup(grid=(1,), **args))
 
 
 def kernels(sm: int, D: int, dtype: str) -> dict[str, dict[str, int]]:
@@ -79,16 +81,36 @@ def kernels(sm: int, D: int, dtype: str) -> dict[str, dict[str, int]]:
         found[f"sm_{sm} {name} {dtype} {D}"] = {**usage(compiled.asm["cubin"]), "shared": compiled.metadata.shared,
                                                "limit": SHARED[sm]}
 
+    def standing_in(module: str, *names: str) -> Any:
+        real = importlib.import_module(module)
+        return SimpleNamespace(**{name: Kernel(getattr(real, name), name, note) for name in names})
+
     B, T, H, K = 2, 2048, 4, 2
     q, k, lse = (torch.empty(shape, dtype=dt, device="meta") for shape, dt in (
         ((B, T, H, D), getattr(torch, dtype)), ((B, T, K, D), getattr(torch, dtype)), ((B, H, T), torch.float32)))
     launch = launcher.Launch(q, k, None, True, None, 0.1, None, "")
-    launch.kernels = SimpleNamespace(**{name: Kernel(name, note) for name in NAMES})
+    launch.kernels = standing_in("forge.ops.attention.triton_kernels", *NAMES)
     launch.forward(q, k, k, q, lse)
     launch.backward(q, None, q, k, k, q, lse, q, k, k)
     launch = launcher.Launch(q[:, :1], k, None, True, None, 0.1, None, "")
-    launch.kernels = SimpleNamespace(**{name: Kernel(name, note) for name in NAMES})
+    launch.kernels = standing_in("forge.ops.attention.triton_kernels", *NAMES)
     launch.decode(q[:, :1], k, k, q[:, :1], lse)
+    gain, table = (torch.empty(shape, device="meta") for shape in ((D,), (T, 1, D // 2)))
+    qkv = torch.empty(B, T, (H + 2 * K) * D, dtype=q.dtype, device="meta")
+    rotary = packed.Rotary(qkv, gain, gain, table, table, H, K)
+    rotary.kernels = standing_in("forge.ops.attention.rotary_triton", "rotary_kernel", "rotary_backward_kernel")
+    rotary.forward(q, k)
+    rotary.backward(q, k, qkv)
+    if D == 64:         # these know no head_dim
+        logits, h, a = (torch.empty(8, n, dtype=q.dtype, device="meta") for n in (50_304, 4096, 2048))
+        targets = torch.empty(8, dtype=torch.long, device="meta")
+        modules = {module: standing_in(module, *names) for module, names in (
+            ("forge.ops.cross_entropy_triton", ["loss_kernel"]),
+            ("forge.ops.activated_linear_triton", ["activation_kernel", "activation_backward_kernel"]))}
+        with patch.dict(sys.modules, modules):
+            cross_entropy.softmax_in_kernel(logits, targets, targets[0], 50_257, 3.0, 0.1, True)
+            activated_linear.launch("activation_kernel", a, "swiglu", H=h, A=a)
+            activated_linear.launch("activation_backward_kernel", a, "swiglu", DA=a, H=h, DH=h, A=a)
     return found
 
 
