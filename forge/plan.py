@@ -29,7 +29,7 @@ def memory(c: Config) -> dict[str, float]:
     by_adamw = m.parameters - (hidden if c.optim.optimizer == "muon" else 0)
     whole, mlp = kept_by_block(m, t.device == "cuda")
     layers = {"none": m.n_layers * whole, "selective": m.n_layers * (whole - mlp) + mlp,
-              "full": m.n_layers * 2 * m.dim + whole}[t.recompute]
+              "full": m.n_layers * 2 * m.dim + whole}.get(t.recompute, m.n_layers * whole)
     chunk = min(tokens * m.vocab_size, GPU_CHUNK_LOGITS if t.device == "cuda" else CHUNK_LOGITS)
     return {"weights": 4 * m.parameters, "gradients": 4 * m.parameters,
             "moments": 4 * (m.parameters + by_adamw),
