@@ -50,7 +50,7 @@ def compare(changes: dict, dtype: torch.dtype, device: str = "cpu", documents: b
 def test_a_model_trains_as_with_the_reference(variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(packed, "ROWS", 4)
+    monkeypatch.setattr(packed, "CHANNELS", 32)
     monkeypatch.setattr(packed, "PROGRAMS", 3)
     calls, attend = [], packed.attend
     monkeypatch.setattr(packed, "attend", lambda *given: calls.append(1) or attend(*given))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forge.ops.attention.triton import HEAD_DIMS, Launch, kernels_run
 
-ROWS = 64               # of one head in a program
+CHANNELS = 2048         # half a head's, of all rows of a program: so many stay in registers
 PROGRAMS = 128          # for each head, in the backward; each sums the gradient of the gains
 
 
@@ -44,18 +44,19 @@ class Rotary:
         self.kernels: Any = importlib.import_module(f"{__package__}.rotary_triton")     # here, as it imports triton
         B, T, C = qkv.shape
         half = C // (H + 2 * K) // 2
-        self.N, self.heads = B * T, H + K
+        padded = max(2, 1 << (half - 1).bit_length())
+        self.N, self.heads, self.rows = B * T, H + K, max(1, CHANNELS // padded)
         self.args: dict[str, Any] = dict(        # what is not read may be any tensor
             QKV=qkv, QGain=qkv if q_gain is None else q_gain, KGain=qkv if k_gain is None else k_gain,
             Cos=qkv if cos is None else cos, Sin=qkv if sin is None else sin, N=B * T, T=T, H=H, KH=K, HALF=half,
-            HP=max(2, 1 << (half - 1).bit_length()), NORM=q_gain is not None, ROPE=cos is not None, ROWS=ROWS, num_warps=4)
+            HP=padded, NORM=q_gain is not None, ROPE=cos is not None, ROWS=self.rows, num_warps=4)
 
     def forward(self, q: Tensor, k: Tensor) -> None:
-        self.kernels.rotary_kernel[(-(-self.N // ROWS), self.heads)](**self.args, Q=q, K=k)
+        self.kernels.rotary_kernel[(-(-self.N // self.rows), self.heads)](**self.args, Q=q, K=k)
 
     def backward(self, dq: Tensor, dk: Tensor, dqkv: Tensor) -> Tensor:
         """Fills the gradients of queries and keys into dqkv; returns those of the gains, (heads, D)."""
-        programs = min(PROGRAMS, -(-self.N // ROWS))
+        programs = min(PROGRAMS, -(-self.N // self.rows))
         half, padded = self.args["HALF"], self.args["HP"]
         sums = dqkv.new_empty((programs, self.heads, 2, padded), dtype=torch.float32)
         self.kernels.rotary_backward_kernel[(programs, self.heads)](**self.args, DQ=dq, DK=dk, DQKV=dqkv, DGains=sums)
