@@ -34,6 +34,7 @@ from forge.tokenizer import KINDS, Tokenizer
 
 TOKENS_PER_PARAMETER = 20       # the default budget (Hoffmann et al. 2022, arXiv:2203.15556) ...
 MOST_EPOCHS = 10                # ... but not more rounds over the text than this
+NOTE_STEP = 30                  # where a budget in minutes is known in tokens
 EPOCHS_BEFORE_DROPOUT = 4       # up to here repeated text is almost as good as new (arXiv:2305.16264)
 # what may differ when a run is resumed: how long it goes on, and what happens beside the steps
 CHANGEABLE = {"train.steps", "train.tokens", "train.minutes", "train.eval_every", "train.sample_every",
@@ -328,8 +329,9 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                     metrics.log(record, progress, (1 / max(progress, 1e-9) - 1) * at.elapsed_s)
                 at = at._replace(step=at.step + 1, elapsed_s=elapsed_before + time.monotonic() - began)
                 progress, stopping = at.of(c), stop()
-                if ahead and progress < 1 and not stopping and not any(
-                        due(at.step, every) for every in (t.eval_every, t.sample_every, t.save_every)):
+                something = progress >= 1 or stopping or at.step == NOTE_STEP or any(
+                    due(at.step, every) for every in (t.eval_every, t.sample_every, t.save_every))
+                if ahead and not something:
                     continue
 
                 record = readings.popleft().record(before, t.batch_tokens)
@@ -350,9 +352,9 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                     metrics.sync()
                     checkpoint.save(run, at.step, model.state_dict(), optim.state_tensors(model, optimizers),
                                     at._asdict(), t.keep, best)
-                if at.step == 30 and t.minutes and not (t.steps or t.tokens):
+                if at.step == NOTE_STEP and t.minutes and not (t.steps or t.tokens):
                     say_dropout(record["tokens_per_s"] * 60 * t.minutes, len(tokens), m.dropout, metrics.say)
-                gc.collect(0 if not ahead else 2)
+                gc.collect(2 if something else 0)
                 before = time.monotonic()
         if stop():
             raise Interrupted(f"stopped and saved; go on with: forge train --resume {run}", stop.number)
