@@ -228,7 +228,7 @@ class Transformer(nn.Module):
                                     z_loss=c.z_loss if self.training else 0.0)
 
     def compile_parts(self) -> None:
-        """torch.compile block by block: they share one graph, so the wait does not grow with the depth."""
+        """torch.compile block by block, which share one graph, so the wait does not grow with the depth; and the loss."""
         for block in self.blocks:
             block.compile(dynamic=False)
         self.mean_nats = torch.compile(self.mean_nats, dynamic=False)       # type: ignore[method-assign]

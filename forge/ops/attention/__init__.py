@@ -153,9 +153,8 @@ def tuned(case: Case, T: int, H: int, K: int) -> str:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def attend_ms(name: str, case: Case, T: int, H: int, K: int) -> float:
-    """Milliseconds of one forward and backward, which is preceded by none: call it more than once.
-
-    On a GPU its own time, of as much work as hides how long the host takes to launch it."""
+    """Milliseconds of one forward and backward. On a GPU its own time, without the host's launches; elsewhere nothing goes
+    before it, so call it more than once."""
     gpu = case.device == "cuda"
     B = 1 if case.device == "cpu" else max(1, 2 ** (19 if gpu else 17) // (T * H))
     T, S = (1, 2 * SHORT) if case.single else (T, T if case.square else 2 * T)
