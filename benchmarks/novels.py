@@ -3,8 +3,8 @@
     python benchmarks/novels.py NOVELS NANOCHAT    three seeds of Forge, nanochat's d12 and d8, in turns
     python benchmarks/novels.py NOVELS             Forge alone, on a part of the training novels, to choose its recipe
 
-NOVELS holds train-*.jsonl.bz2 and valid-00.jsonl.bz2, NANOCHAT a clone of karpathy/nanochat. Each trains for as many steps as
-fit into 120 s, found by a short run before; what is compiled in the first steps is not counted, nor is the evaluation.
+NOVELS holds train-*.jsonl.bz2 and valid-00.jsonl.bz2, NANOCHAT a clone of karpathy/nanochat. Each trains for as many steps
+as fit into 120 s, found by a short run before; what is compiled in the first steps is not counted, nor is the evaluation.
 nanochat gets the same novels in pieces of some 4,000 characters, since its loader keeps no more of a document than a window
 holds; a tokenizer of its own, full attention, 262,144 tokens a step. Writes benchmarks/results/novels.json.
 """
@@ -54,8 +54,8 @@ def train_forge(data: Path, scratch: Path, seeds: tuple[int, ...]) -> list[dict[
     for seed in seeds:
         records, seconds = forge_run(data, scratch / f"run-{seed}", steps, seed)
         last = records[-1]
-        rows.append({"seed": seed, "bits_per_byte": last["val_bpb"], "seconds": seconds, "steps": steps, "tokens": last["tokens"],
-                     "first_step_s": records[0]["step_ms"] / 1000})
+        rows.append({"seed": seed, "bits_per_byte": last["val_bpb"], "seconds": seconds, "steps": steps,
+                     "tokens": last["tokens"], "first_step_s": records[0]["step_ms"] / 1000})
         print("forge", rows[-1], flush=True)
     return rows
 
@@ -112,11 +112,13 @@ class Nanochat:
 
 
 def main(novels: Path, nanochat: Path | None) -> None:
-    lines = [line for file in sorted(novels.glob("train-*.jsonl.bz2")) for line in bz2.open(file, "rt", encoding="utf-8")]
-    valid = list(bz2.open(novels / "valid-00.jsonl.bz2", "rt", encoding="utf-8"))
+    lines, valid = ([line for file in sorted(novels.glob(f"{part}-*.jsonl.bz2"))
+                     for line in bz2.decompress(file.read_bytes()).decode().splitlines(keepends=True)]
+                    for part in ("train", "valid"))
     if nanochat is None:
         lines, valid = [line for i, line in enumerate(lines) if i % 12 != 5], lines[5::12]
-    found: dict[str, Any] = {"seconds": SECONDS, "recipe": RECIPE, "bpe": BPE, "environment": environment(torch.device("cuda"))}
+    found: dict[str, Any] = {"seconds": SECONDS, "recipe": RECIPE, "bpe": BPE,
+                             "environment": environment(torch.device("cuda"))}
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         for part, text in (("train", lines), ("valid", valid)):
