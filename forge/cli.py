@@ -63,6 +63,8 @@ class TrainCommand:
     """the folder to make (default: runs/PRESET-N)"""
     resume: str | None = None
     """a run to go on with"""
+    yes: bool = False
+    """with --resume: make the changes that the flags ask for, unasked"""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -332,8 +334,16 @@ def train(argv: list[str]) -> None:
     command = parse(TrainCommand, argv, "forge train", TrainCommand(settings=base))
     from forge.training import resume, train
 
+    def agree() -> None:
+        if command.yes:
+            return
+        if not sys.stdin.isatty():
+            raise RequestError("these changes are made to the run for good; add --yes to make them")
+        if input("go on with these changes? [y/N] ").strip().lower() not in ("y", "yes"):
+            raise RequestError("nothing was changed")
+
     if resumed:
-        resume(resumed, command.settings)
+        resume(resumed, command.settings, agree=agree)
     else:
         train(command.settings, run=command.run)
 

@@ -209,6 +209,8 @@ class TrainConfig:
     """steps between checkpoints; None: with every evaluation; 0: only at the end"""
     keep: Positive = 2
     """newest checkpoints kept; the best is kept besides"""
+    keep_every: Count = 0
+    """steps: checkpoints at multiples of it are kept, too; 0: none"""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the computation; weights and moments are float32"""

@@ -18,11 +18,12 @@ LINE_EVERY_S = 10.0     # between plain lines
 
 
 class Reading:
-    """Loss and gradient norm of one step, on their way from the device to the host, which need not wait for them."""
+    """Loss and gradient norm of one step, and whether it was skipped, on their way from the device to the host, which need
+    not wait for them. windows: the first of the training windows that the step saw, and the one behind its last."""
 
-    def __init__(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor) -> None:
-        self.step, self.lr, self.done = step, lr, time.monotonic()
-        self.numbers = torch.stack((loss, grad_norm)).to("cpu", non_blocking=True)
+    def __init__(self, step: int, lr: float, windows: tuple[int, int], loss: Tensor, grad_norm: Tensor, bad: Tensor) -> None:
+        self.step, self.lr, self.windows, self.done = step, lr, windows, time.monotonic()
+        self.numbers = torch.stack((loss, grad_norm, bad)).to("cpu", non_blocking=True)
         self.event = torch.cuda.Event(enable_timing=True) if loss.is_cuda else None
         if self.event:
             self.event.record()
@@ -38,11 +39,13 @@ class Reading:
             step_ms = before.event.elapsed_time(self.event)
         else:
             step_ms = 1000 * (self.done - before.done)
-        loss, grad_norm = self.numbers.tolist()
+        loss, grad_norm, bad = self.numbers.tolist()
         record = {"step": self.step, "tokens": self.step * batch_tokens, "loss": loss, "lr": self.lr, "grad_norm": grad_norm,
                   "tokens_per_s": 1000 * batch_tokens / step_ms, "step_ms": step_ms}
+        if bad:
+            record |= {"skipped": True, "windows": self.windows}
         if not math.isfinite(loss + grad_norm):         # JSON knows no such number
-            record |= {"loss": None, "grad_norm": None, "skipped": True}
+            record |= {"loss": None, "grad_norm": None}
         return record
 
 
@@ -51,7 +54,8 @@ class Metrics:
 
     def __init__(self, path: Path, step: int, console: Console) -> None:
         cut(path, step)
-        self.file = path.open("a", encoding="utf-8")
+        self.path, self.waiting = path, b""
+        self.file = path.open("ab", buffering=0)
         self.console = console
         self.loss, self.seen, self.val, self.last_line = 0.0, 0, "", -LINE_EVERY_S
         self.bar: Progress | None = None
@@ -64,10 +68,11 @@ class Metrics:
 
     def log(self, record: dict[str, Any], progress: float, left_s: float) -> None:
         """Appends one step's record; progress is the spent part of the budget, left_s what the rest should take."""
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
-        if record["loss"] is None:
-            self.say(f"step {record['step']:,} skipped: its loss or its gradient is no number")
+        self.append(record)
+        if record.get("skipped"):
+            self.say(f"step {record['step']:,} skipped: " + (
+                "its loss or its gradient is no number" if record["loss"] is None else
+                f"loss {record['loss']:.3f}, gradient {record['grad_norm']:.3g}, one of them far above the last steps'"))
             return
         self.seen += 1
         self.loss += (record["loss"] - self.loss) * max(0.05, 1 / self.seen)        # a mean of about 20 steps
@@ -81,12 +86,31 @@ class Metrics:
             self.last_line = time.monotonic()
             self.say(f"step {record['step']:,}  {100 * progress:.0f} %  {text}")
 
+    def append(self, record: dict[str, Any]) -> None:
+        """One line, on its way to the disk when this returns. While the disk is full it waits for the next one."""
+        self.waiting += json.dumps(record).encode() + b"\n"
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[self.file.write(self.waiting):]
+        except OSError as error:
+            self.say(f"{self.path}: {error.strerror}; its lines are kept in memory and written later")
+
+    def go_back(self, step: int, record: dict[str, Any] | None = None) -> None:
+        """Cuts off the records after `step`, and appends this one of the run's going back."""
+        self.waiting = b""
+        cut(self.path, step)
+        if record:
+            self.append(record)
+            self.say(f"went back from step {record['went_back_from']:,} to {step:,}; it goes on behind the batches between")
+
     def say(self, text: str) -> None:
         """A line above the bar."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def sync(self) -> None:
-        """Returns when all records are on the disk."""
+        """Returns when all records are on the disk. Raises OSError when it is full."""
+        if self.waiting:
+            self.waiting = self.waiting[self.file.write(self.waiting):]
         os.fsync(self.file.fileno())
 
     def __enter__(self) -> Metrics:
@@ -99,14 +123,16 @@ class Metrics:
 
 
 def cut(path: Path, step: int) -> None:
-    """Leaves the records up to `step`; a line that was cut off while being written goes too."""
+    """Leaves the records up to `step`; a line that was cut off while being written goes too. A record of going back to a
+    step (`went_back_from`) belongs to what comes after it."""
     if not path.exists():
         return
     kept = 0
     with path.open("rb") as file:
         for line in file:
             try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                record = json.loads(line)
+                if not line.endswith(b"\n") or record["step"] + ("went_back_from" in record) > step:
                     break
             except (ValueError, KeyError, TypeError):
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import glob
 import json
 import math
 import os
@@ -16,18 +17,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from forge import checkpoint, config, machine, optim, plan
+from forge import checkpoint, config, generate, machine, optim, plan
 from forge.choices import choose
 from forge.config import Config, Failure, Interrupted, RequestError
 from forge.data import prepare
-from forge.data.loader import Feed, Tokens, needs_mask
+from forge.data.loader import Batch, Feed, Tokens, needs_mask
 from forge.evaluation import score
-from forge.generate import Sampling, complete, load_weights
+from forge.generate import Completion, Sampling, load_weights
 from forge.graph import Replayed
+from forge.guard import Guard, diagnosis
 from forge.metrics import Metrics, Reading, duration
 from forge.model.transformer import Transformer, init_weights
 from forge.tokenizer import KINDS, Tokenizer
@@ -38,7 +41,12 @@ NOTE_STEP = 30                  # where a budget in minutes is known in tokens
 EPOCHS_BEFORE_DROPOUT = 4       # up to here repeated text is almost as good as new (arXiv:2305.16264)
 # what may differ when a run is resumed: how long it goes on, and what happens beside the steps
 CHANGEABLE = {"train.steps", "train.tokens", "train.minutes", "train.eval_every", "train.sample_every",
-              "train.save_every", "train.keep"}
+              "train.save_every", "train.keep", "train.keep_every", "train.micro_batch", "train.recompute"}
+MOST_SKIPPED = 8                # steps in a row that change nothing; then the run goes back to its last checkpoint
+
+# what a folder may hold for a run to be made in it
+OF_A_RUN = {"data", "tokenizer.json", "environment.json", "metrics.jsonl", "checkpoints", "latest", "best", ".lock",
+            ".writer"}
 
 Say = Callable[[str], None]
 
@@ -53,14 +61,26 @@ def train(config: Config, *, run: str | Path | None = None) -> Path:
     """
     console = Console()
     run = Path(run) if run is not None else next_run(config.preset)
-    if run.exists():
+    if (run / "config.json").exists():
         raise RequestError(f"{run} exists; go on with it by: forge train --resume {run}, or name another by --run")
+    if run.exists() and (strange := sorted({path.name for path in run.iterdir()} - OF_A_RUN) if run.is_dir() else ["text"]):
+        raise RequestError(f"{run} exists and is no run (it holds {', '.join(strange[:3])}); name another by --run")
     say(console, f"forge train: preset {config.preset}, run {run}")
     partial = run.with_name(f".{run.name}.partial-{os.getpid()}")
+    for left in run.parent.glob(f".{glob.escape(run.name)}.partial-*"):
+        if (pid := left.name.rpartition("-")[2]).isdigit() and not psutil.pid_exists(int(pid)):     # it was killed
+            shutil.rmtree(left, ignore_errors=True)
     made_parent = not run.parent.exists()
     try:
         config = new_run(config, partial, lambda text: say(console, text))
-        partial.rename(run)
+        if run.exists():        # without a config.json: whoever made it was stopped
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):     # that one last
+                if (there := run / path.name).is_dir():
+                    shutil.rmtree(there)
+                path.rename(there)
+            shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        else:
+            partial.rename(run)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if made_parent and not run.exists() and run.parent.exists():
@@ -68,11 +88,13 @@ def train(config: Config, *, run: str | Path | None = None) -> Path:
     return loop(config, run, console)
 
 
-def resume(run: str | Path, config: Config | None = None) -> Path:
-    """Goes on with a run from its latest checkpoint, or from its beginning when it has none.
+def resume(run: str | Path, config: Config | None = None, *, agree: Callable[[], None] = lambda: None) -> Path:
+    """Goes on with a run from its newest checkpoint, or from its beginning when it has none.
 
-    config: the run's own with changes; only the budget and the intervals may change. A finished run is left as it is.
-    Raises RequestError for a change that would make it another run, Failure for a damaged checkpoint.
+    config: the run's own with changes, of which only those in CHANGEABLE may be. agree is called when they have been
+    listed, and raises what keeps them from being made. A finished run is left as it is.
+    Raises RequestError for a change that would make it another run, or while another process trains it; Failure when no
+    checkpoint is whole.
     """
     run, console = Path(run), Console()
     saved = load_config(run, "--resume")
@@ -83,6 +105,8 @@ def resume(run: str | Path, config: Config | None = None) -> Path:
             raise RequestError(f"--{key.replace('_', '-')} {new}: this run has {old}, and with another it would be "
                                f"another run. Leave it out, or begin a new run without --resume")
         say(console, f"changed: {key} {old} -> {new}")
+    if changes:
+        agree()
     return loop(config, run, console, save_config=bool(changes))
 
 
@@ -187,11 +211,16 @@ def say_dropout(planned: float, text_tokens: int, dropout: float, say: Say) -> N
             "loss turns up, try --model.dropout 0.1")
 
 
-class Stop:
-    """What the first SIGINT or SIGTERM sets; the second ends the process at once."""
+# Ctrl-C, a job's end, its warning (Slurm's --signal=USR1), a terminal that was closed
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
 
-    def __init__(self) -> None:
-        self.number = 0
+
+class Stop:
+    """What the first of SIGNALS sets; a second one ends the process at once. While `at_once` holds the first one does so,
+    too: until a step is done in this process, which may wait long for the compiler, there is nothing to save."""
+
+    def __init__(self, run: Path) -> None:
+        self.number, self.at_once, self.run = 0, True, run
 
     def __call__(self) -> bool:
         return self.number != 0
@@ -201,16 +230,26 @@ class Stop:
         def note(number: int, _: object) -> None:
             self.number = number
             signal.signal(number, signal.SIG_DFL)
+            if self.at_once:
+                raise self.interrupted("stopped, with nothing to save")
 
         try:
-            before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
+            before = {n: signal.signal(n, note) for n in SIGNALS
+                      if n != getattr(signal, "SIGHUP", None) or signal.getsignal(n) != signal.SIG_IGN}      # nohup's
         except ValueError:      # not in the main thread: signals are the caller's
             before = {}
         try:
             yield
+        except Exception as error:
+            if self.at_once and self.number and not isinstance(error, Interrupted):     # of a compiler that was interrupted
+                raise self.interrupted("stopped, with nothing to save") from error
+            raise
         finally:
             for n, handler in before.items():
                 signal.signal(n, handler)
+
+    def interrupted(self, words: str) -> Interrupted:
+        return Interrupted(f"{words}; go on with: forge train --resume {self.run}", self.number)
 
 
 class Progress(NamedTuple):
@@ -220,6 +259,8 @@ class Progress(NamedTuple):
     elapsed_s: float = 0.0          # since the first step began, over all resumes
     best_loss: float | None = None
     best_step: int = 0
+    skipped: int = 0                # steps in a row, up to this one, that changed nothing
+    jumped: int = 0                 # training windows that were passed over when the run went back
 
     def of(self, c: Config) -> float:
         """The spent part of the budget: the largest of the parts of steps, tokens and minutes."""
@@ -229,13 +270,18 @@ class Progress(NamedTuple):
         return max(parts)
 
 
-def restore(run: Path, c: Config, model: Transformer, optimizers: list[torch.optim.Optimizer]) -> Progress:
-    """Gives model and optimizers the state of the latest checkpoint, or that of a beginning, and returns how far it is."""
-    if checkpoint.steps(run):
-        saved = checkpoint.load(run, "latest")
+def restore(run: Path, c: Config, model: Transformer, optimizers: list[torch.optim.Optimizer], guard: Guard, say: Say
+            ) -> Progress:
+    """Gives all of them the state of the newest whole checkpoint, or that of a beginning, and returns how far it is."""
+    saved = checkpoint.newest(run, say)
+    if saved:
         load_weights(model, saved)
         optim.load_state_tensors(model, optimizers, saved.optimizer)
+        guard.load(saved.optimizer)
         return Progress(**saved.state)
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    guard.begin()
     if c.init:
         load_weights(model, checkpoint.load(Path(c.init), "best"))
     else:
@@ -244,11 +290,11 @@ def restore(run: Path, c: Config, model: Transformer, optimizers: list[torch.opt
 
 
 def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -> Path:
-    """Trains the run to the end of its budget, from its latest checkpoint if it has one."""
+    """Trains the run to the end of its budget, from its newest checkpoint if it has one."""
     t, m, device = c.train, c.model, machine.pick_device(c.train.device)
     machine.settle_cpu(t.threads)
-    stop = Stop()
-    with machine.deterministic(t.deterministic), stop.listening():
+    stop = Stop(run)
+    with checkpoint.lock(run), machine.deterministic(t.deterministic), stop.listening():
         tokenizer = Tokenizer.load(run / "tokenizer.json")
         data = prepare.folder_of(run)
         tokens, valid = (Tokens(data / part, tokenizer.hash) for part in ("train", "valid"))
@@ -260,7 +306,8 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
             model = Transformer(m, getattr(torch, t.dtype), t.attention, t.recompute)
         model.to_empty(device=device)
         optimizers = optim.optimizers(model, c.optim, getattr(torch, t.dtype), compiled=bool(t.compile) and ahead)
-        at = restore(run, c, model, optimizers)
+        guard = Guard(device)
+        at = restore(run, c, model, optimizers, guard, lambda text: say(console, text))
         if at.of(c) >= 1:
             say(console, f"{run} is finished: step {at.step:,}. To go on, give it a larger budget: {longer(c, at)}; "
                 f"to see it write: forge sample {run}")
@@ -290,20 +337,44 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
         feed = Feed(tokens, m.seq_len, c.seed, mask, device)
         metrics = Metrics(run / "metrics.jsonl", at.step, console)
         readings: deque[Reading] = deque()      # steps that the device still works on: the host runs one ahead of it
-        skipped = 0                             # steps in a row
         began, elapsed_before = time.monotonic(), at.elapsed_s
         before: Reading | float = began
-        progress, stopping = at.of(c), stop()
+        progress, stopping, went_back_to = at.of(c), stop(), -1
+        sure, failed = (at.best_loss, at.best_step), None      # the best that is on the disk; why the last save is not
+        owed = False                            # a save: a state among skipped steps is none to go back to
+
+        def log(record: dict[str, Any]) -> None:
+            metrics.log(record, progress, (1 / max(progress, 1e-9) - 1) * at.elapsed_s)
+
+        def saved(error: Exception | None) -> None:
+            """What became of a save. One that failed is said, and tried again at the next."""
+            nonlocal at, sure, failed
+            failed = error
+            if error is None:
+                sure = at.best_loss, at.best_step
+            else:
+                metrics.say(f"the checkpoint could not be saved ({error}); training goes on, and the next one is tried")
+                at = at._replace(best_loss=sure[0], best_step=sure[1])
+
         model.train()
-        with without_gc(), metrics:
+        with without_gc(), metrics, checkpoint.Writer(run, t.keep, t.keep_every) as writer:
             while progress < 1 and not stopping:
                 if m.dropout:
                     torch.manual_seed((c.seed << 32) + at.step & (1 << 63) - 1)     # so no state need be kept
-                loss, less = torch.zeros((), device=device), None
+                loss, less, changed = torch.zeros((), device=device), None, False
+                window = at.step * sequences + at.jumped
                 try:
                     for first in range(0, sequences, t.micro_batch):        # equals one large batch: all hold as many tokens
-                        inputs, targets, starts = feed(at.step * sequences + first, t.micro_batch)      # (B, T) each
+                        inputs, targets, starts = feed(window + first, t.micro_batch)       # (B, T) each
                         loss += part_of_step(inputs, targets, starts)
+                    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.optim.clip or math.inf)
+                    bad = guard.judge(loss, grad_norm)
+                    optim.set_lr(optimizers, optim.lr_factor(at.step, progress, c.optim))
+                    optim.mask(optimizers, bad)
+                    changed = True
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad(set_to_none=not ahead)
                 except torch.OutOfMemoryError as error:
                     less = with_less_memory(c, str(error), metrics.say)
                 if less:        # after the handler, which holds what the failed part had made
@@ -313,52 +384,86 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                     model.zero_grad(set_to_none=not ahead)
                     part_of_step = recorded()
                     torch.cuda.empty_cache()
+                    if changed:     # some weights, it may be: what was saved is whole
+                        saved(writer.wait())
+                        at = restore(run, c, model, optimizers, guard, metrics.say)._replace(elapsed_s=at.elapsed_s)
+                        metrics.go_back(at.step)
+                        readings.clear()
+                        progress, before = at.of(c), time.monotonic()
                     continue
-                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.optim.clip or math.inf)
-                optim.set_lr(optimizers, optim.lr_factor(at.step, progress, c.optim))
-                optim.mask(optimizers, bad=((loss + grad_norm).isfinite() == 0).float())
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=not ahead)
 
-                readings.append(Reading(at.step + 1, optimizers[-1].param_groups[0]["lr"], loss, grad_norm))
-                while len(readings) > 1:
+                lr = optimizers[-1].param_groups[0]["lr"]
+                readings.append(Reading(at.step + 1, lr, (window, window + sequences), loss, grad_norm, bad))
+                at = at._replace(step=at.step + 1, elapsed_s=elapsed_before + time.monotonic() - began)
+                progress, stopping, stop.at_once = at.of(c), stop(), False
+                something = progress >= 1 or stopping or owed or at.step == NOTE_STEP or any(
+                    due(at.step, every) for every in (t.eval_every, t.sample_every, t.save_every))
+                late = 1 if ahead and not something else 0
+                record: dict[str, Any] = {}
+                while len(readings) > late and at.skipped < MOST_SKIPPED:
+                    if record:
+                        log(record)
                     record = readings[0].record(before, t.batch_tokens)
                     before = readings.popleft()
-                    skipped = count_skipped(record, skipped, run)
-                    metrics.log(record, progress, (1 / max(progress, 1e-9) - 1) * at.elapsed_s)
-                at = at._replace(step=at.step + 1, elapsed_s=elapsed_before + time.monotonic() - began)
-                progress, stopping = at.of(c), stop()
-                something = progress >= 1 or stopping or at.step == NOTE_STEP or any(
-                    due(at.step, every) for every in (t.eval_every, t.sample_every, t.save_every))
-                if ahead and not something:
+                    at = at._replace(skipped=at.skipped + 1 if "skipped" in record else 0)
+                if at.skipped >= MOST_SKIPPED:
+                    log(record)
+                    saved(writer.wait())
+                    if (checkpoint.steps(run) or [0])[-1] == went_back_to:
+                        raise Failure(ran_away(record, run, diagnosis(model, Batch(inputs, targets, starts))))
+                    end, elapsed_s = record["windows"][1], at.elapsed_s
+                    at = restore(run, c, model, optimizers, guard, metrics.say)
+                    at = at._replace(jumped=end - at.step * sequences, skipped=0, elapsed_s=elapsed_s)
+                    went_back_to = at.step
+                    metrics.go_back(at.step, {"step": at.step, "went_back_from": record["step"], "next_window": end})
+                    readings.clear()
+                    progress, before = at.of(c), time.monotonic()
+                    continue
+                if not something:
+                    if record:
+                        log(record)
+                    if writer.done():
+                        saved(writer.wait())
+                    if not ahead:
+                        gc.collect(0)
                     continue
 
-                record = readings.popleft().record(before, t.batch_tokens)
-                skipped = count_skipped(record, skipped, run)
                 if due(at.step, t.eval_every) or progress >= 1:
                     result = score(model, valid, stop)
                     if result:
                         record |= {"val_loss": result.loss, "val_bpb": result.bpb}
                 best = "val_loss" in record and (at.best_loss is None or record["val_loss"] < at.best_loss)
-                if best:
-                    at = at._replace(best_loss=record["val_loss"], best_step=at.step)
                 if due(at.step, t.sample_every) and not stop():
-                    record["sample"] = write(model, tokenizer, c.seed)
+                    record["sample"] = write(model, tokenizer, c.seed, 120, stop)
                     metrics.say(f"--- step {at.step:,} writes:\n{record['sample']}\n---")
-                metrics.log(record, progress, (1 / max(progress, 1e-9) - 1) * at.elapsed_s)
+                log(record)
                 stopping = stop()
-                if due(at.step, t.save_every) or best or progress >= 1 or stopping:
-                    metrics.sync()
-                    checkpoint.save(run, at.step, model.state_dict(), optim.state_tensors(model, optimizers),
-                                    at._asdict(), t.keep, best)
+                owed = owed or due(at.step, t.save_every) or best
+                if (owed and not at.skipped) or progress >= 1 or stopping:
+                    owed = False
+                    if writer.job:
+                        saved(writer.wait())
+                    if best:
+                        at = at._replace(best_loss=record["val_loss"], best_step=at.step)
+                    try:
+                        metrics.sync()
+                        writer.start(at.step, model.state_dict(), optim.state_tensors(model, optimizers) | guard.tensors(),
+                                     at._asdict(), best)
+                    except OSError as error:
+                        saved(error)
                 if at.step == NOTE_STEP and t.minutes and not (t.steps or t.tokens):
                     say_dropout(record["tokens_per_s"] * 60 * t.minutes, len(tokens), m.dropout, metrics.say)
-                gc.collect(2 if something else 0)
+                gc.collect()
                 before = time.monotonic()
+            if writer.job:
+                saved(writer.wait())
+        if failed:
+            there = checkpoint.steps(run)
+            raise Failure(f"the last checkpoint could not be saved: {failed}; make room, and go on from "
+                          f"{f'step {there[-1]:,}' if there else 'the beginning'} with: forge train --resume {run}")
         if stop():
-            raise Interrupted(f"stopped and saved; go on with: forge train --resume {run}", stop.number)
-        report(run, c, at, tokens, model, tokenizer, console)
+            raise stop.interrupted("stopped and saved")
+        report(run, c, at, tokens, model, tokenizer, console, stop)
     return run
 
 
@@ -377,18 +482,11 @@ def with_less_memory(c: Config, error: str, say: Say) -> Config:
     return less
 
 
-MOST_SKIPPED = 8        # steps in a row
-
-
-def count_skipped(record: dict[str, Any], skipped: int, run: Path) -> int:
-    """How many steps in a row have changed nothing, this record's among them. Raises Failure when they are too many."""
-    if not record.get("skipped"):
-        return 0
-    if skipped + 1 == MOST_SKIPPED:
-        raise Failure(f"the loss or the gradient of {MOST_SKIPPED} steps in a row, up to step {record['step']:,}, was no "
-                      f"number: training has run away. They changed nothing, and the checkpoints in {run} are as they "
-                      "were; begin again with a lower rate (--optim.lr, --optim.muon-lr)")
-    return skipped + 1
+def ran_away(record: dict[str, Any], run: Path, found: str) -> str:
+    return (f"{MOST_SKIPPED} steps in a row, up to step {record['step']:,}, had a loss or a gradient that is no number or "
+            "far above the last ones', and again after the run had gone back to its last checkpoint and passed them over. "
+            f"They changed nothing: the checkpoints in {run} are as they were. In the last batch {found}\nBegin again with "
+            f"a lower rate (--optim.lr, --optim.muon-lr) or look at the text of these windows: {record['windows']}")
 
 
 @contextmanager
@@ -404,12 +502,15 @@ def without_gc() -> Iterator[None]:
         gc.unfreeze()
 
 
-def write(model: Transformer, tokenizer: Tokenizer, seed: int, n: int = 120) -> str:
+def write(model: Transformer, tokenizer: Tokenizer, seed: int, n: int, stop: Stop) -> str:
     """A short text of the model as it is."""
     model.eval()
-    written = complete(model, tokenizer, [""], max_new_tokens=n, sampling=Sampling(temperature=0.8), seed=seed)
+    text = Completion("", seed)
+    for _ in generate.write(model, tokenizer, [text], max_new_tokens=n, sampling=Sampling(temperature=0.8)):
+        if stop():
+            break
     model.train()
-    return written[0].text
+    return text.text
 
 
 def longer(c: Config, at: Progress) -> str:
@@ -421,14 +522,14 @@ def longer(c: Config, at: Progress) -> str:
 
 
 def report(run: Path, c: Config, at: Progress, tokens: Tokens, model: Transformer, tokenizer: Tokenizer,
-           console: Console) -> None:
+           console: Console, stop: Stop) -> None:
     """The last words of a run: what was reached, two samples, what to type next."""
     rounds = at.step * c.train.batch_tokens / len(tokens)
     say(console, f"\ndone: {at.step:,} steps, {at.step * c.train.batch_tokens:,} tokens ({rounds:.1f} rounds over the "
         f"text) in {duration(at.elapsed_s)}; best validation loss {at.best_loss:.4f} nats per token at step "
         f"{at.best_step:,}")
     for seed in (1, 2):
-        say(console, f"\n--- sample {seed}\n{write(model, tokenizer, seed, 300)}")
+        say(console, f"\n--- sample {seed}\n{write(model, tokenizer, seed, 300, stop)}")
     say(console, f"---\n\nThe run lies in {run}. Next:\n"
         + next_commands(run, c, at))
 

@@ -30,6 +30,10 @@ def mess(tmp_path: Path) -> None:
     (tmp_path / "folder" / "image.png").write_bytes(files["image.png"])
     (tmp_path / "hollow").mkdir()
     (tmp_path / "taken").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letters.txt").write_text("dear")
 
 
 CASES: list[tuple[list, list[str]]] = [
@@ -66,7 +70,8 @@ CASES: list[tuple[list, list[str]]] = [
     (["train", "ok.txt", "--data.tokenizer", "bbpe"], ["bbpe", "No such file"]),
     (["train", "ok.txt", "--data.tokenizer", "t.json"], ["tokenizer.json"]),
     (["train", "ok.txt", "--data.valid", "nope"], ["--data.valid", "nope", "no such file"]),
-    (["train", "ok.txt", "--run", "taken"], ["taken exists", "--resume taken", "--run"]),
+    (["train", "ok.txt", "--run", "run"], ["run exists", "--resume run", "--run"]),
+    (["train", "ok.txt", "--run", "mine"], ["mine exists", "letters.txt", "--run"]),
     (["train", "--resume", "nowhere"], ["nowhere", "no such run"]),
     (["train", "--resume", "taken"], ["taken", "config.json"]),
     (["train", "ok.txt", "--init", "taken"], ["taken", "config.json"]),

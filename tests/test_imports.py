@@ -14,7 +14,7 @@ ROOT = Path(forge.__file__).parent
 # a module may import those before it; within one entry, files may import each other but not in a circle
 LAYERS = (("config", "memory"), ("presets", "tokenizer", "machine", "ops", "checkpoint", "metrics",
            "graph"),
-          ("data", "model", "optim"), ("plan",), ("choices", "generate"), ("tasks",), ("evaluation",), ("training", "view"),
+          ("data", "model", "optim"), ("plan",), ("choices", "generate", "guard"), ("tasks",), ("evaluation",), ("training", "view"),
           ("bench", "bench_attention", "doctor"), ("cli",))
 NEVER = {("data", "model"), ("model", "machine"), ("model", "checkpoint"), ("checkpoint", "ops"), ("ops", "presets")}
 

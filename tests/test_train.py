@@ -153,7 +153,10 @@ def test_a_finished_run_says_so_and_a_longer_budget_goes_on(forge: Call, text_fi
     again = forge("train", "--resume", "r")
     assert (again.code, records("r")) == (0, before)
     assert "r is finished: step 3" in again.out
-    longer = forge("train", "--resume", "r", "--train.steps", 5)
+    unasked = forge("train", "--resume", "r", "--train.steps", 5)
+    assert (unasked.code, records("r")) == (2, before)
+    assert "add --yes" in unasked.err
+    longer = forge("train", "--resume", "r", "--train.steps", 5, "--yes")
     assert longer.code == 0, longer.err
     assert "changed: train.steps 3 -> 5" in longer.out
     assert [line["step"] for line in records("r")] == [1, 2, 3, 4, 5]
@@ -264,33 +267,38 @@ def test_prepared_data_trains_alike_and_only_with_its_tokenizer(forge: Call, tex
 
 
 def test_a_step_that_is_no_number_changes_nothing(forge: Call, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    norms, clip = iter([1, 1, torch.nan, 1, 1]), torch.nn.utils.clip_grad_norm_
+    norms, clip = iter([1, 1, torch.nan, 1, torch.nan]), torch.nn.utils.clip_grad_norm_
     monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", lambda *given: clip(*given) * next(norms))
     got = forge("train", text_file, *TINY, "--train.steps", 5, "--train.save-every", 1, "--train.keep", 9, "--run", "r")
     assert got.code == 0
     assert "step 3 skipped" in got.out
-    assert [line.get("skipped") for line in records("r")] == [None, None, True, None, None]
-    assert [line["loss"] is None for line in records("r")] == [False, False, True, False, False]
-    two, three, four = (checkpoint.load(Path("r"), str(step)) for step in (2, 3, 4))
-    assert equal(two.weights, three.weights)
-    assert equal(two.optimizer, three.optimizer)
-    assert not equal(three.weights, four.weights)
+    assert [line.get("windows") for line in records("r")] == [None, None, [16, 24], None, [32, 40]]
+    assert [line.get("skipped") for line in records("r")] == [None, None, True, None, True]
+    assert [line["loss"] is None for line in records("r")] == [False, False, True, False, True]
+    assert checkpoint.steps(Path("r")) == [1, 2, 4, 5]     # none among skipped steps, but the last
+    two, four, five = (checkpoint.load(Path("r"), str(step)) for step in (2, 4, 5))
+    assert equal(four.weights, five.weights)
+    assert equal(four.optimizer, five.optimizer)
+    assert not equal(two.weights, four.weights)
 
 
 def test_too_many_steps_that_are_no_numbers_stop(forge: Call, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forge("train", text_file, *TINY, "--train.steps", 2, "--run", "r")
     before = weights("r")
     monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", lambda *_: torch.tensor(torch.nan))
-    failed = forge("train", "--resume", "r", "--train.steps", 40)
+    failed = forge("train", "--resume", "r", "--train.steps", 40, "--yes")
     assert failed.code == 1
+    assert "went back from step 10 to 2" in failed.out
     assert "8 steps in a row, up to step 10" in failed.err
+    assert "every part gives numbers" in failed.err
+    assert "block 0" in failed.err
     assert equal(weights("r"), before)
 
 
 def test_a_damaged_checkpoint_fails_with_1(forge: Call, text_file: Path) -> None:
     forge("train", text_file, *TINY, "--train.steps", 2, "--run", "r")
     (checkpoint.load(Path("r")).path / "optimizer.safetensors").unlink()
-    for arguments in (("train", "--resume", "r", "--train.steps", 3), ("sample", "r"), ("eval", "r")):
+    for arguments in (("sample", "r"), ("eval", "r"), ("train", "--resume", "r", "--train.steps", 3, "--yes")):
         failed = forge(*arguments)
         assert failed.code == 1
         assert "optimizer.safetensors is missing" in failed.err
