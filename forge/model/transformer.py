@@ -124,7 +124,9 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         c = self.config
         qkv = joined(x, (self.wq, self.wk, self.wv)) if self.packed_qkv is None else product(x, *self.packed_qkv)
-        backend = self.backend if self.training else None
+        backend = self.backend if caches is None else None
+        if backend == "sdpa" and starts is not None:
+            backend = "blocked"         # in evaluations between steps, where sdpa was taken for a text of one document
         if caches is None and backend and backend.startswith("triton") and packed.supports(qkv, c.head_dim):
             q_gain, k_gain = (norm.weight if isinstance(norm, Norm) else None for norm in (self.q_norm, self.k_norm))
             cos, sin = rope or (None, None)
@@ -191,7 +193,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A causal language model; config must be resolved, vocab_size included.
 
-    dtype: of the computation. backend: of attention in training; None lets each call choose.
+    dtype: of the computation. backend: of attention but in decoding; None lets each call choose.
     recompute: what training computes again in the backward rather than keep (activation checkpointing, arXiv:1604.06174):
     none, selective (each block's MLP), full (each block).
     """
