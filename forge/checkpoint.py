@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forge.config import Failure, RequestError
+from forge.config import Failure, RequestError, parse_json
 
 NAME = re.compile(r"step_(\d+)")
 FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
@@ -156,19 +156,19 @@ def load(run: Path, which: str = "latest") -> Checkpoint:
     """The checkpoint that path_of finds. Raises Damaged when a part of it is missing or altered."""
     path, there = path_of(run, which), steps(run)
     try:
-        manifest = json.loads((path / "MANIFEST.json").read_text(encoding="utf-8"))
+        manifest = parse_json((path / "MANIFEST.json").read_bytes())
         for file in FILES:
             if (path / file).stat().st_size != manifest[file]["bytes"] or sha256(path / file) != manifest[file]["sha256"]:
                 raise Damaged(damaged(run, path, f"{file} is not what was saved", there))
         return Checkpoint(path, load_file(path / FILES[0]), load_file(path / FILES[1]),
-                          json.loads((path / FILES[2]).read_text(encoding="utf-8")))
+                          parse_json((path / FILES[2]).read_bytes()))
     except FileNotFoundError as error:
         if not path.exists() and path_of(run, which) != path:       # a newer one took its place while it was read
             return load(run, which)
         raise Damaged(damaged(run, path, f"{Path(error.filename).name} is missing", there)) from error
     except OSError as error:
         raise Failure(f"{path} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise Damaged(damaged(run, path, str(error), there)) from error
 
 
@@ -221,7 +221,7 @@ def lock(run: Path) -> Iterator[None]:
 def named(run: Path, pointer: str) -> str | None:
     """The checkpoint's name in the file `latest` or `best`; a latest that is gone means the newest that is there."""
     try:
-        name = (run / pointer).read_text(encoding="utf-8").strip()
+        name = (run / pointer).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         name = ""
     if NAME.fullmatch(name) and (run / "checkpoints" / name).is_dir():

@@ -265,13 +265,21 @@ def merge(config: T, values: dict[str, Any], origin: str, prefix: str = "") -> T
     return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
+def parse_json(text: str | bytes) -> Any:
+    """json.loads, which raises ValueError here for whatever is wrong with a text."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def load_toml(config: Config, path: str) -> Config:
     """config with a TOML file laid over it."""
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise RequestError(f"--config {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"--config {path} is not TOML: {error}") from error
     merged = merge(config, values, path)
     try:
@@ -283,7 +291,7 @@ def load_toml(config: Config, path: str) -> Config:
 def load_json(path: Path) -> Config:
     """A config.json as a run saved it."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_bytes())
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}; a run folder holds config.json") from error
     except ValueError as error:

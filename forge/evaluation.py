@@ -4,7 +4,6 @@ which takes the tasks with it and keeps what it found.
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections import Counter
@@ -17,7 +16,7 @@ import torch
 
 from forge import checkpoint as checkpoints
 from forge import machine
-from forge.config import DataConfig, Failure, write_json
+from forge.config import DataConfig, Failure, parse_json, write_json
 from forge.data import prepare, sources
 from forge.data.loader import Tokens, valid_batches
 from forge.generate import load_model
@@ -106,7 +105,7 @@ def keep(run: Path, result: Evaluation, text: str, model: Transformer) -> None:
     """Writes the result into RUN/eval-CHECKPOINT.json, over what the file says of the same text and tasks."""
     path = run / f"eval-{result.checkpoint}.json"
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
+        known = parse_json(path.read_bytes())
     except FileNotFoundError:
         known = {}
     except ValueError as error:

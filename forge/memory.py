@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forge.config import parse_json
+
 
 def processor_name() -> str:
     try:
@@ -35,7 +37,7 @@ class Memory:
     def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """All that is known, and the part of this circumstance; nothing when the file is missing or damaged."""
         try:
-            known = json.loads(self.path.read_text(encoding="utf-8"))
+            known = parse_json(self.path.read_bytes())
             return known, dict(known.get(self.circumstance, {}))
         except (OSError, ValueError, TypeError, AttributeError):
             return {}, {}

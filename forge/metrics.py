@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch import Tensor
 
+from forge.config import parse_json
+
 LINE_EVERY_S = 10.0     # between plain lines
 
 
@@ -131,7 +133,7 @@ def cut(path: Path, step: int) -> None:
     with path.open("rb") as file:
         for line in file:
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 if not line.endswith(b"\n") or record["step"] + ("went_back_from" in record) > step:
                     break
             except (ValueError, KeyError, TypeError):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from forge.config import Failure, RequestError, nearest
+from forge.config import Failure, RequestError, nearest, parse_json
 from forge.data.sources import OPENERS
 from forge.model.transformer import Transformer
 from forge.tokenizer import Tokenizer
@@ -174,7 +174,7 @@ def read(path: Path, reader: Reader) -> list[Item]:
 
 def parse(line: bytes, reader: Reader) -> Item:
     """The item of one JSON line. Raises ValueError, which JSON's and Unicode's own errors are too."""
-    record = json.loads(line)
+    record = parse_json(line)
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}, not an object")
     item = reader(record)

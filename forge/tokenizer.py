@@ -26,7 +26,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 from tokenizers.decoders import DecodeStream
 
-from forge.config import Failure, RequestError
+from forge.config import Failure, RequestError, parse_json
 
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")     # what other tokenizers call it
@@ -111,7 +111,9 @@ class Tokenizer:
             raise RequestError(f"tokenizer {path}: {error}; {advice}") from error
         except OSError as error:
             raise RequestError(f"tokenizer {path}: {error.strerror}; {advice}") from error
-        except (ValueError, KeyError) as error:
+        except Failure:
+            raise
+        except Exception as error:      # whatever its parts make of it; the library raises plain Exceptions
             raise Failure(f"tokenizer {path} is damaged: {error}") from error
 
     def save(self, path: Path) -> None:
@@ -260,7 +262,7 @@ def from_gpt2(folder: Path) -> Tokenizer:
     """From GPT-2's encoder.json and vocab.bpe, or the same as vocab.json and merges.txt."""
     for ids, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (folder / ids).is_file() and (folder / merges).is_file():
-            vocab = json.loads((folder / ids).read_text(encoding="utf-8"))
+            vocab = parse_json((folder / ids).read_bytes())
             lines = (folder / merges).read_text(encoding="utf-8").split("\n")
             pairs = [(a, b) for line in lines if line and not line.startswith("#version") for a, b in [line.split(" ")]]
             library = byte_level_bpe(models.BPE(vocab=vocab, merges=pairs), GPT2_SPLIT)

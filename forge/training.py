@@ -262,6 +262,18 @@ class Progress(NamedTuple):
     skipped: int = 0                # steps in a row, up to this one, that changed nothing
     jumped: int = 0                 # training windows that were passed over when the run went back
 
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> Progress:
+        """What _asdict() gave, read back from a file. Raises Failure when that holds anything else."""
+        try:
+            at = cls(**state)
+            numbers = [value for name, value in at._asdict().items() if not (name == "best_loss" and value is None)]
+            if not all(type(value) in (int, float) and 0 <= value < 1e18 for value in numbers):
+                raise TypeError("a value is no number, or out of range")
+            return at
+        except TypeError as error:
+            raise Failure(f"state.json of a checkpoint is not what Forge wrote: {error}") from error
+
     def of(self, c: Config) -> float:
         """The spent part of the budget: the largest of the parts of steps, tokens and minutes."""
         t = c.train
@@ -278,7 +290,7 @@ def restore(run: Path, c: Config, model: Transformer, optimizers: list[torch.opt
         load_weights(model, saved)
         optim.load_state_tensors(model, optimizers, saved.optimizer)
         guard.load(saved.optimizer)
-        return Progress(**saved.state)
+        return Progress.of_state(saved.state)
     for optimizer in optimizers:
         optimizer.state.clear()
     guard.begin()

@@ -1,8 +1,8 @@
 """python tests/fault_driver.py [KILLS] [FLAGS of forge train ...]: kills a run of 300 steps at random instants, resumes it
 each time, and compares it with one that nobody disturbed: weights and moments to the bit, every step once.
 
-A third of the kills waits for a save that is under way. Each life is forked from this process, which has loaded torch and
-not used it: so it begins at once. On a GPU, where a fork cannot be: --spawn.
+A third of the kills waits for a save that is under way. Each life is forked from this process, which has loaded all that it
+needs and used none of it: so it begins at once. On a GPU, where a fork cannot be: --spawn.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import forge
 
 ROOT = Path(forge.__file__).parent
 # a module may import those before it; within one entry, files may import each other but not in a circle
-LAYERS = (("config", "memory"), ("presets", "tokenizer", "machine", "ops", "checkpoint", "metrics",
+LAYERS = (("config",), ("memory",), ("presets", "tokenizer", "machine", "ops", "checkpoint", "metrics",
            "graph"),
           ("data", "model", "optim"), ("plan",), ("choices", "generate", "guard"), ("tasks",), ("evaluation",),
           ("training", "view"), ("bench", "bench_attention", "doctor"), ("cli",))

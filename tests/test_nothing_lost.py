@@ -37,6 +37,13 @@ def test_twenty_kills(tmp_path: Path) -> None:
     assert "equal to the bit" in done.stdout
 
 
+def test_ten_thousand_damaged_files() -> None:
+    done = subprocess.run([sys.executable, HERE / "fuzz.py", "10000"], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": str(HERE.parent)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "10,000 mutations, 0 faults" in done.stdout
+
+
 # --- the guard
 
 def judged(guard: Guard, *pairs: tuple[float, float]) -> list[bool]:

@@ -7,7 +7,6 @@ An epoch shifts the ring by a random offset and takes its windows, side by side,
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge.config import Failure, RequestError
+from forge.config import Failure, RequestError, parse_json
 
 
 class Batch(NamedTuple):
@@ -30,10 +29,12 @@ class Tokens:
 
     def __init__(self, folder: Path, tokenizer_hash: str) -> None:
         try:
-            index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+            index = parse_json((folder / "index.json").read_bytes())
             self.bytes, self.documents, self.eot = index["bytes"], index["documents"], index["eot"]
             made_by, dtype = index["tokenizer"], np.dtype(index["dtype"])
-            files = [(folder / shard["file"], shard["tokens"]) for shard in index["shards"]]
+            files = [(folder / Path(shard["file"]).name, shard["tokens"]) for shard in index["shards"]]     # none elsewhere
+            if dtype not in (np.uint16, np.uint32) or not files:
+                raise ValueError(f"tokens of dtype {dtype} in {len(files)} shards")
             for path, n_tokens in files:
                 if path.stat().st_size != n_tokens * dtype.itemsize:
                     raise Failure(f"{path} is damaged: {path.stat().st_size} bytes, and index.json says "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from forge.config import Failure, ModelConfig, RequestError
+from forge.config import Failure, ModelConfig, RequestError, parse_json
 
 BUCKETS = 500       # of a curve, each with its lowest and its highest point, so that a spike of one step is seen
 ROWS = 40           # of the table of evaluations
@@ -111,7 +110,7 @@ def report(run: str | Path, out: str | Path | None = None) -> Path:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(path.read_bytes())
     except ValueError as error:
         raise Failure(f"{path} is damaged, it is not JSON: {error}; put a whole one back") from error
     if not isinstance(values, dict):
@@ -124,7 +123,7 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 if not isinstance(record, dict):
                     raise ValueError("a record is a JSON object")
             except ValueError as error:
