@@ -215,6 +215,10 @@ def say_dropout(planned: float, text_tokens: int, dropout: float, say: Say) -> N
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
 
 
+class AtOnce(BaseException):
+    """Not to be caught by those who catch every Exception."""
+
+
 class Stop:
     """What the first of SIGNALS sets; a second one ends the process at once. While `at_once` holds the first one does so,
     too: until a step is done in this process, which may wait long for the compiler, there is nothing to save."""
@@ -231,7 +235,7 @@ class Stop:
             self.number = number
             signal.signal(number, signal.SIG_DFL)
             if self.at_once:
-                raise self.interrupted("stopped, with nothing to save")
+                raise AtOnce
 
         try:
             before = {n: signal.signal(n, note) for n in SIGNALS
@@ -240,8 +244,8 @@ class Stop:
             before = {}
         try:
             yield
-        except Exception as error:
-            if self.at_once and self.number and not isinstance(error, Interrupted):     # of a compiler that was interrupted
+        except (AtOnce, Exception) as error:
+            if self.at_once and self.number:        # an Exception, too, of a compiler that was interrupted
                 raise self.interrupted("stopped, with nothing to save") from error
             raise
         finally:

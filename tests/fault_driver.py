@@ -100,9 +100,10 @@ def main(kills: int, flags: list[str], spawn: bool) -> None:
         again = ["train", "--resume", "killed"] if Path("killed/config.json").exists() else [*train, "--run", "killed"]
         in_save = done % 3 == 2
         kill_after = random.random() * (start_s + 2 * steps_s / kills)     # so that the run lasts for all of them
-        code, _ = live(again, spawn, kill_after if done < kills else None, in_save)
+        code, first = live(again, spawn, kill_after if done < kills else None, in_save)
         if code is None:
             done, in_saves = done + 1, in_saves + in_save
+            start_s = min(start_s, first or start_s)        # a resumed run begins sooner
         elif code:
             raise SystemExit(f"a life ended with {code}: {Path('life.log').read_text()[-2000:]}")
         else:

@@ -1,6 +1,6 @@
-"""python tests/fuzz.py [MUTATIONS [SEED]]: every file format that Forge reads, with bytes changed, cut and doubled and values
-swapped. A file is read, or refused with RequestError or Failure; nothing else may be raised, no reading may last, no memory
-be filled."""
+"""python tests/fuzz.py [MUTATIONS [SEED]]: every file format that Forge reads, with bytes changed, cut and doubled and
+values swapped. A file is read, or refused with RequestError or Failure; nothing else may be raised, no reading may last, no
+memory be filled."""
 
 from __future__ import annotations
 
