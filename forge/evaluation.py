@@ -35,21 +35,36 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def score(model: Transformer, tokens: Tokens, stop: Callable[[], bool] = lambda: False) -> Score | None:
-    """The model's score on one part of a data folder; None when stop() says so before the end."""
-    device, seq_len = model.embedding.weight.device, model.config.seq_len
-    nats, counted = 0.0, 0
+    """The model's score on one part of a data folder; None when stop() says so before the end. When the device's memory runs
+    out it begins again with half as many windows at a time."""
+    count = max(1, EVAL_TOKENS // model.config.seq_len)
     was_training = model.training
     model.eval()
-    for batch in valid_batches(tokens, seq_len, max(1, EVAL_TOKENS // seq_len)):
+    try:
+        while True:
+            try:
+                return score_by(count, model, tokens, stop)
+            except torch.OutOfMemoryError:
+                if count == 1:
+                    raise
+            count //= 2
+            torch.cuda.empty_cache()
+    finally:
+        model.train(was_training)
+
+
+def score_by(count: int, model: Transformer, tokens: Tokens, stop: Callable[[], bool]) -> Score | None:
+    """The same, so many windows at a time."""
+    device = model.embedding.weight.device
+    nats, counted = 0.0, 0
+    for batch in valid_batches(tokens, model.config.seq_len, count):
         if stop():
-            model.train(was_training)
             return None
         n = int((batch.targets >= 0).sum())
         starts = None if batch.starts is None else batch.starts.to(device)
         with torch.compiler.set_stance("force_eager"):      # a few times a run: compiling would cost more
             nats += float(model(batch.inputs.to(device), batch.targets.to(device), starts)) * n
         counted += n
-    model.train(was_training)
     return Score(nats / counted, nats / math.log(2) / tokens.bytes, counted, tokens.bytes)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import glob
-import json
 import math
 import os
 import shutil
@@ -146,7 +145,7 @@ def new_run(c: Config, folder: Path, say: Say) -> Config:
         data = folder / "data"
         tokenizer = prepare.prepare(c.data, data, tokenizer, say)
     tokenizer.save(folder / "tokenizer.json")
-    train_tokens, _ = (Tokens(data / part, tokenizer.hash) for part in ("train", "valid"))
+    train_tokens, valid_tokens = (Tokens(data / part, tokenizer.hash) for part in ("train", "valid"))
 
     vocab = c.model.vocab_size or tokenizer.vocab_size
     if vocab < tokenizer.vocab_size:
@@ -162,10 +161,11 @@ def new_run(c: Config, folder: Path, say: Say) -> Config:
                                    f"{old}; leave it out, or begin without --init")
         checkpoint.load(Path(str(c.init)), "best")      # whole, before anything is made
         say(f"weights: the best of {c.init}")
-    c = budget(c, train_tokens, len(Tokens(data / "valid", tokenizer.hash)), say)
+    c = budget(c, train_tokens, len(valid_tokens), say)
     c = choose(c, device, needs_mask(train_tokens, c.model.seq_len), say)
     config.save_json(c, folder / "config.json")
-    (folder / "environment.json").write_text(json.dumps(machine.environment(device), indent=1) + "\n")
+    with_data = machine.environment(device) | {"data": [part.hash for part in (train_tokens, valid_tokens)]}
+    config.write_json(with_data, folder / "environment.json")
     return c
 
 
@@ -314,6 +314,7 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
         tokenizer = Tokenizer.load(run / "tokenizer.json")
         data = prepare.folder_of(run)
         tokens, valid = (Tokens(data / part, tokenizer.hash) for part in ("train", "valid"))
+        same_data(run, tokens, valid)
         mask, ahead = needs_mask(tokens, m.seq_len), device.type == "cuda"
 
         if ahead:
@@ -483,6 +484,22 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
     return run
 
 
+def same_data(run: Path, *parts: Tokens) -> None:
+    """Raises RequestError when a data folder is not the one that the run began with."""
+    began_with = read_environment(run).get("data")
+    if began_with is not None and began_with != [part.hash for part in parts]:
+        raise RequestError(f"{prepare.folder_of(run)} holds other tokens than when {run} began with it; put the old ones "
+                           "back, or begin a new run without --resume")
+
+
+def read_environment(run: Path) -> dict[str, Any]:
+    path = run / "environment.json"
+    try:
+        return dict(config.parse_json(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise Failure(f"{path} is damaged: {error}; it holds what the run began with") from error
+
+
 def due(step: int, every: int | None) -> bool:
     return bool(every) and step % (every or 1) == 0
 
@@ -519,12 +536,15 @@ def without_gc() -> Iterator[None]:
 
 
 def write(model: Transformer, tokenizer: Tokenizer, seed: int, n: int, stop: Stop) -> str:
-    """A short text of the model as it is."""
+    """A short text of the model as it is, as far as a signal or the device's memory lets it come."""
     model.eval()
     text = Completion("", seed)
-    for _ in generate.write(model, tokenizer, [text], max_new_tokens=n, sampling=Sampling(temperature=0.8)):
-        if stop():
-            break
+    try:
+        for _ in generate.write(model, tokenizer, [text], max_new_tokens=n, sampling=Sampling(temperature=0.8)):
+            if stop():
+                break
+    except torch.OutOfMemoryError:
+        text.text += " (the device has no memory left to write on)"
     model.train()
     return text.text
 

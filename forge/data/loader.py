@@ -7,6 +7,7 @@ An epoch shifts the ring by a random offset and takes its windows, side by side,
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +30,8 @@ class Tokens:
 
     def __init__(self, folder: Path, tokenizer_hash: str) -> None:
         try:
-            index = parse_json((folder / "index.json").read_bytes())
+            raw = (folder / "index.json").read_bytes()
+            index, self.hash = parse_json(raw), hashlib.sha256(raw).hexdigest()        # which holds those of the shards
             self.bytes, self.documents, self.eot = index["bytes"], index["documents"], index["eot"]
             made_by, dtype = index["tokenizer"], np.dtype(index["dtype"])
             files = [(folder / Path(shard["file"]).name, shard["tokens"]) for shard in index["shards"]]     # none elsewhere

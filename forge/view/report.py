@@ -76,6 +76,8 @@ class Recorded(NamedTuple):
     last: dict[str, Any]            # record; empty when there is none
     best: dict[str, Any]            # record of the lowest validation loss; empty when there is none
     seconds: float                  # in steps
+    skipped: int                    # steps that changed nothing
+    returns: int                    # to an earlier checkpoint
 
 
 def report(run: str | Path, out: str | Path | None = None) -> Path:
@@ -142,12 +144,17 @@ def read_metrics(path: Path) -> Recorded:
     last: dict[str, Any] = {}
     best: dict[str, Any] = {}
     if not path.exists():
-        return Recorded({name: [] for name in CURVES}, [], [], last, best, 0.0)
+        return Recorded({name: [] for name in CURVES}, [], [], last, best, 0.0, 0, 0)
     with path.open("rb") as file:
         count = sum(1 for _ in file) or 1      # the first record may come before it is read again
     tokens = seconds = smoothed = 0.0
+    skipped = returns = 0
     for i, record in enumerate(records(path)):
+        if "went_back_from" in record:
+            returns += 1
+            continue
         last = record
+        skipped += bool(record.get("skipped"))
         tokens = number(record, "tokens") or tokens
         seconds += (number(record, "step_ms") or 0.0) / 1000
         loss, val_loss = number(record, "loss"), number(record, "val_loss")
@@ -170,7 +177,7 @@ def read_metrics(path: Path) -> Recorded:
     if best and best not in rows:
         rows = sorted([*rows, best], key=lambda record: number(record, "step") or 0)
     return Recorded({name: [point for bucket in buckets.values() for point in bucket] for name, buckets in curves.items()},
-                    rows, list(samples.values()), last, best, seconds)
+                    rows, list(samples.values()), last, best, seconds, skipped, returns)
 
 
 def number(record: dict[str, Any], name: str) -> float | None:
@@ -289,6 +296,8 @@ def html(run: Path, config: dict[str, Any], recorded: Recorded) -> str:
     divisor, word = unit(recorded.seconds, TIME)
     facts = [("preset", config.get("preset")), ("parameters", parameters), ("steps", last.get("step", 0)),
              ("tokens", last.get("tokens", 0)), ("time in steps", f"{recorded.seconds / divisor:.1f}{word}")]
+    facts += [(what, n) for what, n in (("steps skipped", recorded.skipped), ("returns to a checkpoint", recorded.returns))
+              if n]
     if best:
         facts += [("best validation loss, nats per token", fixed(best, "val_loss")),
                   ("its bits per byte", fixed(best, "val_bpb")), ("at step", best.get("step"))]
