@@ -119,6 +119,20 @@ def test_a_spike_is_skipped_and_recorded(forge: Call, text_file: Path, monkeypat
     assert bad[0]["grad_norm"] > 100
 
 
+def test_the_guard_is_kept_over_a_resume(forge: Call, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spike twenty steps behind a checkpoint, fewer than it needs to know by itself."""
+    spiky(monkeypatch, lambda window: 1e3 if window == 69 * 8 else 1.0)
+    arguments = ("train", text_file, *TINY, "--train.steps", 72, "--train.micro-batch", 8, "--train.save-every", 50,
+                 "--train.keep", 9)
+    for run in ("whole", "parts"):
+        assert forge(*arguments, "--run", run).code == 0
+    assert [line["step"] for line in records("whole") if line.get("skipped")] == [70]
+    forget("parts", 50)
+    assert forge("train", "--resume", "parts").code == 0
+    assert without_times(records("parts")) == without_times(records("whole"))
+    assert equal(weights("parts"), weights("whole"))
+
+
 def test_after_bad_steps_in_a_row_it_goes_back_and_passes_them(forge: Call, text_file: Path,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     seen = spiky(monkeypatch, lambda window: torch.nan if 27 * 8 <= window < 40 * 8 else 1.0)
@@ -520,6 +534,16 @@ def test_a_folder_without_a_config_is_taken_over(forge: Call, text_file: Path) -
     assert got.code == 0, got.err
     assert equal(weights("r"), weights("whole"))
     assert not list(Path().glob(".r.partial*"))
+
+
+def test_an_index_names_no_file_that_leaves_the_folder(forge: Call, text_file: Path) -> None:
+    forge("data", "prepare", text_file, "--out", "shards")
+    index = Path("shards/train/index.json")
+    (Path("secret.bin")).write_bytes(Path("shards/train/shard_00000.bin").read_bytes())
+    index.write_text(index.read_text().replace("shard_00000.bin", "../../secret.bin"))
+    failed = forge("data", "info", "shards")
+    assert failed.code == 1
+    assert "damaged" in failed.err
 
 
 def test_other_data_is_refused(forge: Call, text_file: Path) -> None:
