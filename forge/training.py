@@ -404,6 +404,7 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                     if changed:     # some weights, it may be: what was saved is whole
                         saved(writer.wait())
                         at = restore(run, c, model, optimizers, guard, metrics.say)._replace(elapsed_s=at.elapsed_s)
+                        sure = at.best_loss, at.best_step
                         metrics.go_back(at.step)
                         readings.clear()
                         progress, before = at.of(c), time.monotonic()
@@ -431,7 +432,7 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                     end, elapsed_s = record["windows"][1], at.elapsed_s
                     at = restore(run, c, model, optimizers, guard, metrics.say)
                     at = at._replace(jumped=end - at.step * sequences, skipped=0, elapsed_s=elapsed_s)
-                    went_back_to = at.step
+                    went_back_to, sure = at.step, (at.best_loss, at.best_step)
                     metrics.go_back(at.step, {"step": at.step, "went_back_from": record["step"], "next_window": end})
                     readings.clear()
                     progress, before = at.of(c), time.monotonic()
