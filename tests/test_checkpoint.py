@@ -65,7 +65,12 @@ def test_a_part_missing_or_altered_is_a_failure(file: str, damage: str, tmp_path
 
 def test_a_save_that_dies_halfway_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
-    monkeypatch.setattr(checkpoint, "sha256", lambda path: 1 / 0)
+
+    def dies(path: Path) -> str:
+        assert checkpoint.steps(tmp_path) == [1]        # what is being written is not seen
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(checkpoint, "sha256", dies)
     with pytest.raises(ZeroDivisionError):
         save(tmp_path, 2)
     monkeypatch.undo()

@@ -25,6 +25,7 @@ from test_train import Call, equal, forget, records, weights, without_times
 from forge import checkpoint, cli, generate, training
 from forge.config import Failure, RequestError
 from forge.data.loader import Batch
+from forge.evaluation import Score
 from forge.guard import HISTORY, LEAST, Guard, diagnosis
 from forge.metrics import Metrics
 from forge.model.transformer import Transformer
@@ -231,6 +232,27 @@ def test_from_the_checkpoint_before_a_damaged_one_the_run_ends_alike(forge: Call
     assert without_times(records("r")) == without_times(records("whole"))
 
 
+def test_a_name_is_given_when_all_is_on_the_disk(forge: Call, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and folder are flushed before the rename, the records of its steps before the checkpoint is begun."""
+    done: list[str] = []
+    flush, rename, sync, start = checkpoint.flush, Path.rename, Metrics.sync, checkpoint.Writer.start
+
+    def note(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            done.append(f"{name} {given[0].name}" if isinstance(given[0], Path) else name)
+            return real(*given)
+        return noted
+
+    for target, name, real in ((checkpoint, "flush", flush), (Path, "rename", rename), (Metrics, "sync", sync),
+                               (checkpoint.Writer, "start", start)):
+        monkeypatch.setattr(target, name, note(name, real))
+    forge("train", text_file, *TINY, "--train.steps", 2, "--run", "r")
+    at = done.index("rename .step_000002.partial")
+    assert {f"flush {file}" for file in (*checkpoint.FILES, "MANIFEST.json", ".step_000002.partial")} <= set(done[:at])
+    assert done.index("sync") < done.index("start") < at < done.index("flush checkpoints")
+    assert done.index("flush checkpoints") < done.index("flush .latest.partial") < done.index("rename .latest.partial")
+
+
 def test_every_nth_is_kept_besides(forge: Call, text_file: Path) -> None:
     forge("train", text_file, *TINY, "--train.steps", 11, "--train.save-every", 1, "--train.keep-every", 4,
           "--train.eval-every", 0, "--run", "r")
@@ -296,10 +318,13 @@ def test_a_best_that_was_not_saved_is_none(forge: Call, text_file: Path, monkeyp
             raise OSError(errno.ENOSPC, "No space left on device")
         real(*given)
 
+    losses = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(training, "score", lambda *_: Score(next(losses), 1.0, 1, 1))
     monkeypatch.setattr(checkpoint, "save_file", sometimes)
     assert forge("train", text_file, *TINY, "--train.steps", 12, "--train.eval-every", 4, "--run", "r").code == 0
     state = checkpoint.load(Path("r")).state
-    assert checkpoint.load(Path("r"), "best").state["step"] == state["best_step"] == 12
+    assert (state["best_step"], state["best_loss"]) == (12, 2.0)        # the third is better than what is on the disk
+    assert checkpoint.load(Path("r"), "best").state["step"] == 12
 
 
 def test_old_checkpoints_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
