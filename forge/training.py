@@ -373,6 +373,17 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                 metrics.say(f"the checkpoint could not be saved ({error}); training goes on, and the next one is tried")
                 at = at._replace(best_loss=sure[0], best_step=sure[1])
 
+        def save(best: bool) -> None:
+            """Begins a save; the one before is on the disk then, or was said not to be."""
+            if writer.job:
+                saved(writer.wait())
+            try:
+                metrics.sync()
+                writer.start(at.step, model.state_dict(), optim.state_tensors(model, optimizers) | guard.tensors(),
+                             at._asdict(), best)
+            except OSError as error:
+                saved(error)
+
         model.train()
         with without_gc(), metrics, checkpoint.Writer(run, t.keep, t.keep_every) as writer:
             while progress < 1 and not stopping:
@@ -382,8 +393,16 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                 window = at.step * sequences + at.jumped
                 try:
                     for first in range(0, sequences, t.micro_batch):        # equals one large batch: all hold as many tokens
+                        if stop():
+                            break
                         inputs, targets, starts = feed(window + first, t.micro_batch)       # (B, T) each
                         loss += part_of_step(inputs, targets, starts)
+                    if stop():          # within a step, which may take minutes: it is begun anew when the run is resumed
+                        for reading in readings:
+                            log(reading.record(before, t.batch_tokens))
+                            before = reading
+                        save(best=False)
+                        break
                     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.optim.clip or math.inf)
                     bad = guard.judge(loss, grad_norm)
                     optim.set_lr(optimizers, optim.lr_factor(at.step, progress, c.optim))
@@ -459,16 +478,11 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                 owed = owed or due(at.step, t.save_every) or best
                 if (owed and not at.skipped) or progress >= 1 or stopping:
                     owed = False
-                    if writer.job:
-                        saved(writer.wait())
                     if best:
+                        if writer.job:
+                            saved(writer.wait())
                         at = at._replace(best_loss=record["val_loss"], best_step=at.step)
-                    try:
-                        metrics.sync()
-                        writer.start(at.step, model.state_dict(), optim.state_tensors(model, optimizers) | guard.tensors(),
-                                     at._asdict(), best)
-                    except OSError as error:
-                        saved(error)
+                    save(best)
                 if at.step == NOTE_STEP and t.minutes and not (t.steps or t.tokens):
                     say_dropout(record["tokens_per_s"] * 60 * t.minutes, len(tokens), m.dropout, metrics.say)
                 gc.collect()

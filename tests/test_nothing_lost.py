@@ -461,6 +461,29 @@ def test_a_signal_while_the_first_step_is_compiled_leaves_at_once(text_file: Pat
     assert time.monotonic() - began < 10
 
 
+def test_a_signal_within_a_step_does_not_wait_for_its_end(forge: Call, text_file: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is begun anew: the run ends as one that nobody stopped."""
+    arguments = ("train", text_file, *TINY, "--train.steps", 9, "--train.micro-batch", 2, "--train.eval-every", 5)
+    forge(*arguments, "--run", "whole")
+    feed, seen = training.Feed.__call__, []
+
+    def interrupted(self: training.Feed, first: int, count: int) -> Batch:
+        seen.append(first)
+        if first == 6 * 8 + 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return feed(self, first, count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Feed, "__call__", interrupted)
+        assert forge(*arguments, "--run", "r").code == 128 + signal.SIGTERM
+    assert seen[-1] == 6 * 8 + 2
+    assert checkpoint.load(Path("r")).state["step"] == records("r")[-1]["step"] == 6
+    assert forge("train", "--resume", "r").code == 0
+    assert without_times(records("r")) == without_times(records("whole"))
+    assert equal(weights("r"), weights("whole"))
+
+
 @pytest.mark.parametrize("phase", ["score", "write", "save"])
 def test_a_signal_in_every_phase(phase: str, forge: Call, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while the run evaluates, writes a sample or saves; the state after the step is on the disk then."""
@@ -535,6 +558,16 @@ def test_memory_that_runs_out_in_an_update_undoes_it(phase: str, forge: Call, te
 
 
 # --- resuming with changes
+
+@pytest.mark.parametrize("answer", ["", "n", "yes"])
+def test_a_terminal_is_asked(answer: str, forge: Call, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forge("train", text_file, *TINY, "--train.steps", 2, "--run", "r")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: answer)
+    got = forge("train", "--resume", "r", "--train.steps", 3)
+    assert "changed: train.steps 2 -> 3" in got.out
+    assert (got.code, len(records("r"))) == ((0, 3) if answer == "yes" else (2, 2))
+
 
 def test_what_may_change_is_listed_and_what_may_not_is_refused(forge: Call, text_file: Path) -> None:
     forge("train", text_file, *TINY, "--train.steps", 3, "--run", "r")
