@@ -22,9 +22,10 @@ KEPT = Path(__file__).parent / "results" / "curve.json"
 def losses(device: str, dtype: str, seed: int) -> list[float]:
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"
-        subprocess.run([sys.executable, "-m", "forge.cli", "train", "--train.device", device, "--train.dtype", dtype, "--seed",
-                        str(seed), "--train.steps", "200", "--train.sample-every", "0", "--train.eval-every", "0", "--run", run],
-                       check=True, stdout=subprocess.DEVNULL)
+        flags = (f"--train.device {device} --train.dtype {dtype} --seed {seed} --train.steps 200 --train.sample-every 0 "
+                 "--train.eval-every 0").split()
+        subprocess.run([sys.executable, "-m", "forge.cli", "train", *flags, "--run", run], check=True,
+                       stdout=subprocess.DEVNULL)
         return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
