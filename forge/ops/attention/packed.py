@@ -12,8 +12,8 @@ from torch import Tensor
 
 from forge.ops.attention.triton import HEAD_DIMS, Launch, kernels_run
 
-CHANNELS = 2048         # half a head's, of all rows of a program: so many stay in registers
-PROGRAMS = 128          # for each head, in the backward; each sums the gradient of the gains
+CHANNELS = 2048         # half a head's, of all rows of a program: so many stay in registers; half of them in the backward
+PROGRAMS = 1024         # in the backward; each sums the gradient of the gains
 
 
 def parts(qkv: Tensor, H: int, K: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,22 +45,25 @@ class Rotary:
         B, T, C = qkv.shape
         half = C // (H + 2 * K) // 2
         padded = max(2, 1 << (half - 1).bit_length())
-        self.N, self.heads, self.rows = B * T, H + K, max(1, CHANNELS // padded)
+        self.N, self.rows = B * T, max(1, CHANNELS // padded)
         self.args: dict[str, Any] = dict(        # what is not read may be any tensor
             QKV=qkv, QGain=qkv if q_gain is None else q_gain, KGain=qkv if k_gain is None else k_gain,
             Cos=qkv if cos is None else cos, Sin=qkv if sin is None else sin, N=B * T, T=T, H=H, KH=K, HALF=half,
             HP=padded, NORM=q_gain is not None, ROPE=cos is not None, ROWS=self.rows, num_warps=4)
 
     def forward(self, q: Tensor, k: Tensor) -> None:
-        self.kernels.rotary_kernel[(-(-self.N // self.rows), self.heads)](**self.args, Q=q, K=k)
+        self.kernels.rotary_kernel[(-(-self.N // self.rows),)](**self.args, Q=q, K=k)
 
-    def backward(self, dq: Tensor, dk: Tensor, dqkv: Tensor) -> Tensor:
-        """Fills the gradients of queries and keys into dqkv; returns those of the gains, (heads, D)."""
-        programs = min(PROGRAMS, -(-self.N // self.rows))
+    def backward(self, dq: Tensor, dk: Tensor, dqkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Fills the gradients of queries and keys into dqkv; returns those of the gains, (D,) each."""
+        rows = max(1, self.rows // 2)
+        programs = min(PROGRAMS, -(-self.N // rows))
         half, padded = self.args["HALF"], self.args["HP"]
-        sums = dqkv.new_empty((programs, self.heads, 2, padded), dtype=torch.float32)
-        self.kernels.rotary_backward_kernel[(programs, self.heads)](**self.args, DQ=dq, DK=dk, DQKV=dqkv, DGains=sums)
-        return sums.sum(0)[..., :half].flatten(1) if self.args["NORM"] else sums.new_zeros(self.heads, 2 * half)
+        sums = (dqkv.new_empty if self.args["NORM"] else dqkv.new_zeros)((programs, 2, 2, padded), dtype=torch.float32)
+        args = self.args | {"ROWS": rows}
+        self.kernels.rotary_backward_kernel[(programs,)](**args, DQ=dq, DK=dk, DQKV=dqkv, DGains=sums)
+        dq_gain, dk_gain = sums.sum(0)[..., :half].flatten(1)
+        return dq_gain.clone(), dk_gain.clone()         # an op's results share no memory
 
 
 @torch.library.custom_op("forge::packed_attention", mutates_args=())
@@ -98,8 +101,7 @@ def backward(dout: Tensor, qkv: Tensor, q_gain: Tensor | None, k_gain: Tensor | 
     Launch(q, k, starts, True, window, D ** -0.5, None, tiles).backward(dout.contiguous(), None, q, k, v, out, lse, *to, dv)
     if in_place:
         return dqkv, qkv.new_zeros(D, dtype=torch.float32), qkv.new_zeros(D, dtype=torch.float32)
-    sums = Rotary(qkv, q_gain, k_gain, cos, sin, H, K).backward(*to, dqkv)
-    return dqkv, sums[:H].sum(0), sums[H:].sum(0)
+    return dqkv, *Rotary(qkv, q_gain, k_gain, cos, sin, H, K).backward(*to, dqkv)
 
 
 @packed.register_fake
