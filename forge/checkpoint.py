@@ -156,7 +156,10 @@ def load(run: Path, which: str = "latest") -> Checkpoint:
     """The checkpoint that path_of finds. Raises Damaged when a part of it is missing or altered."""
     path, there = path_of(run, which), steps(run)
     try:
-        manifest = parse_json((path / "MANIFEST.json").read_bytes())
+        try:
+            manifest = parse_json((path / "MANIFEST.json").read_bytes())
+        except ValueError as error:
+            raise ValueError(f"MANIFEST.json: {error}") from error
         for file in FILES:
             if (path / file).stat().st_size != manifest[file]["bytes"] or sha256(path / file) != manifest[file]["sha256"]:
                 raise Damaged(damaged(run, path, f"{file} is not what was saved", there))
@@ -174,7 +177,8 @@ def load(run: Path, which: str = "latest") -> Checkpoint:
 
 def damaged(run: Path, path: Path, what: str, there: list[int]) -> str:
     others = [step for step in there if folder(run, step) != path]
-    advice = (f"its other checkpoints: {', '.join(map(str, others))}" if others else "it has no other checkpoint")
+    advice = (f"its other checkpoints: {', '.join(map(str, others))} (--checkpoint {others[-1]} takes one)" if others else
+              "it has no other checkpoint")
     return f"{path} is damaged: {what}; {advice}"
 
 
@@ -193,9 +197,10 @@ def newest(run: Path, say: Callable[[str], None]) -> Checkpoint | None:
             (aside / "REASON.txt").write_text(f"{error}\n", encoding="utf-8")
             lost = str(error)
             say(f"{error}. It is set aside as {aside}")
-    if lost:
-        raise Failure(f"{lost}, and so {run} has no whole checkpoint left. To begin it again from its first step, with the "
-                      f"same data and settings, remove {run / 'checkpoints'} and type: forge train --resume {run}")
+    if lost or any((run / "checkpoints").glob("damaged_*")):
+        raise Failure(f"{lost or 'all are damaged'}, and so {run} has no whole checkpoint left. To begin it again from its "
+                      f"first step, with the same data and settings, remove {run / 'checkpoints'} and type: forge train "
+                      f"--resume {run}")
     return None
 
 

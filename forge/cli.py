@@ -60,9 +60,9 @@ class TrainCommand:
     config: str | None = None
     """a TOML file of settings, such as [train] minutes = 30"""
     run: str | None = None
-    """the folder to make (default: runs/PRESET-N)"""
+    """the folder to make; None: runs/PRESET-N"""
     resume: str | None = None
-    """a run to go on with"""
+    """a run to go on with; its budget, its intervals, what is kept and how the batch is cut may be changed with it"""
     yes: bool = False
     """with --resume: make the changes that the flags ask for, unasked"""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -167,7 +167,7 @@ class ReportCommand:
     run: Run
     """a run folder, finished or not"""
     out: str | None = None
-    """the file to write (default: RUN/report.html)"""
+    """the file to write; None: RUN/report.html"""
 
 
 @dataclass(frozen=True)
@@ -734,6 +734,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # the reader has left: no second complaint
         return 0
+    except OSError as error:                # a disk that is full, or gone
+        if debug:
+            raise
+        print(f"forge: {error}; what was half made is removed", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -295,7 +295,7 @@ def load_json(path: Path) -> Config:
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}; a run folder holds config.json") from error
     except ValueError as error:
-        raise Failure(f"{path} is damaged: {error}") from error
+        raise Failure(f"{path} is damaged: {error}; it holds the run's settings: put a whole one back") from error
     if not isinstance(values, dict):
         raise Failure(f"{path} is damaged: it holds no settings")
     return validate(merge(Config(), values, str(path)))

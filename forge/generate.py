@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forge import checkpoint as checkpoints
 from forge.config import Failure, RequestError, load_json
+from forge.data.prepare import tokenizer_of
 from forge.machine import pick_device, settle_cpu
 from forge.model.transformer import Cache, Transformer
 from forge.tokenizer import Tokenizer
@@ -89,7 +90,7 @@ def load_model(run: str | Path, *, checkpoint: str = "best", device: str = "auto
     settle_cpu()
     config = load_json(run / "config.json")
     found = checkpoints.load(run, checkpoint)
-    tokenizer = Tokenizer.load(run / "tokenizer.json")
+    tokenizer = tokenizer_of(run)
     with torch.device("meta"):
         model = Transformer(config.model, dtype or getattr(torch, config.train.dtype))
     model.to_empty(device=pick_device(device))

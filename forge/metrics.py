@@ -55,10 +55,13 @@ class Metrics:
     """Writes the records of a run and shows them. Records after `step` are cut off: they belong to lost work."""
 
     def __init__(self, path: Path, step: int, console: Console) -> None:
-        cut(path, step)
-        self.path, self.waiting = path, b""
+        last = cut(path, step)
+        self.path, self.waiting, self.full = path, b"", False
         self.file = path.open("ab", buffering=0)
         self.console = console
+        if last < step:
+            console.print(f"{path} holds no records of the steps {last + 1:,} to {step:,}", markup=False, highlight=False,
+                          soft_wrap=True)
         self.loss, self.seen, self.val, self.last_line = 0.0, 0, "", -LINE_EVERY_S
         self.bar: Progress | None = None
         if console.is_terminal:
@@ -94,8 +97,11 @@ class Metrics:
         try:
             while self.waiting:
                 self.waiting = self.waiting[self.file.write(self.waiting):]
+            self.full = False
         except OSError as error:
-            self.say(f"{self.path}: {error.strerror}; its lines are kept in memory and written later")
+            if not self.full:
+                self.say(f"{self.path}: {error.strerror}; its lines are kept in memory and written later")
+            self.full = True
 
     def go_back(self, step: int, record: dict[str, Any] | None = None) -> None:
         """Cuts off the records after `step`, and appends this one of the run's going back."""
@@ -124,22 +130,26 @@ class Metrics:
         self.file.close()
 
 
-def cut(path: Path, step: int) -> None:
-    """Leaves the records up to `step`; a line that was cut off while being written goes too. A record of going back to a
-    step (`went_back_from`) belongs to what comes after it."""
+def cut(path: Path, step: int) -> int:
+    """Leaves the records up to `step`, and returns the step of the last one, or 0; a line that was cut off while being
+    written goes too, a damaged one between good ones stays. A record of going back to a step (`went_back_from`) belongs to
+    what comes after it."""
     if not path.exists():
-        return
-    kept = 0
+        return 0
+    at = kept = last = 0
     with path.open("rb") as file:
         for line in file:
+            at += len(line)
             try:
                 record = parse_json(line)
-                if not line.endswith(b"\n") or record["step"] + ("went_back_from" in record) > step:
-                    break
-            except (ValueError, KeyError, TypeError):
+                here, behind = int(record["step"]), "went_back_from" in record
+            except (ValueError, KeyError, TypeError, OverflowError):
+                continue
+            if here + behind > step or not line.endswith(b"\n"):
                 break
-            kept += len(line)
+            kept, last = at, here
     os.truncate(path, kept)
+    return last
 
 
 def duration(seconds: float) -> str:

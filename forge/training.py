@@ -22,6 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from forge import checkpoint, config, generate, machine, optim, plan
+from forge import config as configs
 from forge.choices import choose
 from forge.config import Config, Failure, Interrupted, RequestError
 from forge.data import prepare
@@ -97,13 +98,18 @@ def resume(run: str | Path, config: Config | None = None, *, agree: Callable[[],
     """
     run, console = Path(run), Console()
     saved = load_config(run, "--resume")
-    config = config or saved
+    config = configs.validate(config) if config else saved
     changes = differences(asdict(saved), asdict(config))
     for key, (old, new) in changes.items():
         if key not in CHANGEABLE:
             raise RequestError(f"--{key.replace('_', '-')} {new}: this run has {old}, and with another it would be "
                                f"another run. Leave it out, or begin a new run without --resume")
-        say(console, f"changed: {key} {old} -> {new}")
+    done, t = (checkpoint.steps(run) or [0])[-1], config.train
+    if changes and ((t.steps or done) < done or (t.tokens or done * t.batch_tokens) < done * t.batch_tokens):
+        raise RequestError(f"{run} is at step {done:,} ({done * t.batch_tokens:,} tokens) already; give it a larger budget, "
+                           "or leave it out")
+    for key, (old, new) in changes.items():
+        say(console, f"change: {key} {old} -> {new}")
     if changes:
         agree()
     return loop(config, run, console, save_config=bool(changes))
@@ -311,10 +317,10 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
     machine.settle_cpu(t.threads)
     stop = Stop(run)
     with checkpoint.lock(run), machine.deterministic(t.deterministic), stop.listening():
-        tokenizer = Tokenizer.load(run / "tokenizer.json")
+        tokenizer = prepare.tokenizer_of(run)
         data = prepare.folder_of(run)
         tokens, valid = (Tokens(data / part, tokenizer.hash) for part in ("train", "valid"))
-        same_data(run, tokens, valid)
+        same_data(run, lambda text: say(console, text), tokens, valid)
         mask, ahead = needs_mask(tokens, m.seq_len), device.type == "cuda"
 
         if ahead:
@@ -499,20 +505,21 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
     return run
 
 
-def same_data(run: Path, *parts: Tokens) -> None:
+def same_data(run: Path, say: Say, *parts: Tokens) -> None:
     """Raises RequestError when a data folder is not the one that the run began with."""
-    began_with = read_environment(run).get("data")
+    began_with = read_environment(run, say).get("data")
     if began_with is not None and began_with != [part.hash for part in parts]:
         raise RequestError(f"{prepare.folder_of(run)} holds other tokens than when {run} began with it; put the old ones "
                            "back, or begin a new run without --resume")
 
 
-def read_environment(run: Path) -> dict[str, Any]:
+def read_environment(run: Path, say: Say) -> dict[str, Any]:
     path = run / "environment.json"
     try:
         return dict(config.parse_json(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise Failure(f"{path} is damaged: {error}; it holds what the run began with") from error
+    except (OSError, ValueError, TypeError):
+        say(f"{path} is missing or damaged: whether the data is what the run began with cannot be told")
+        return {}
 
 
 def due(step: int, every: int | None) -> bool:

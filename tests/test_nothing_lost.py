@@ -565,7 +565,7 @@ def test_a_terminal_is_asked(answer: str, forge: Call, text_file: Path, monkeypa
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: answer)
     got = forge("train", "--resume", "r", "--train.steps", 3)
-    assert "changed: train.steps 2 -> 3" in got.out
+    assert "change: train.steps 2 -> 3" in got.out
     assert (got.code, len(records("r"))) == ((0, 3) if answer == "yes" else (2, 2))
 
 
@@ -573,12 +573,60 @@ def test_what_may_change_is_listed_and_what_may_not_is_refused(forge: Call, text
     forge("train", text_file, *TINY, "--train.steps", 3, "--run", "r")
     got = forge("train", "--resume", "r", "--train.steps", 5, "--train.micro-batch", 2, "--yes")
     assert got.code == 0, got.err
-    assert "changed: train.micro_batch 8 -> 2" in got.out
+    assert "change: train.micro_batch 8 -> 2" in got.out
     for flags, word in ((("--model.n-layers", 3), "--model.n-layers 3"), (("--data.tokenizer", "chars"), "--data.tokenizer"),
                         (("--train.batch-tokens", 512), "--train.batch-tokens 512")):
         refused = forge("train", "--resume", "r", *flags, "--yes")
         assert refused.code == 2
         assert word in refused.err
+
+
+@pytest.mark.parametrize("flags", [("--train.steps", -5), ("--train.micro-batch", -3), ("--train.keep", -1),
+                                   ("--train.micro-batch", 3), ("--train.steps", 2), ("--train.tokens", 300)], ids=str)
+def test_a_change_that_cannot_be_is_refused_before_it_is_written(flags: tuple, forge: Call, text_file: Path) -> None:
+    forge("train", text_file, *TINY, "--train.steps", 3, "--run", "r")
+    before = Path("r/config.json").read_bytes()
+    refused = forge("train", "--resume", "r", *flags, "--yes")
+    assert refused.code == 2, refused
+    assert "change:" not in refused.out
+    assert Path("r/config.json").read_bytes() == before
+
+
+def test_what_is_gone_from_a_run_is_named(forge: Call, text_file: Path) -> None:
+    forge("train", text_file, *TINY, "--train.steps", 3, "--run", "whole")
+    for file, code, words in (("data", 1, "r/data is gone"), ("config.json", 2, "config.json"),
+                              ("tokenizer.json", 1, "put back its copy, r/data/tokenizer.json"), ("environment.json", 0, "cannot be told"),
+                              ("latest", 0, "done"), ("best", 0, "done"),
+                              ("metrics.jsonl", 0, "no records of the steps 1 to 3")):
+        shutil.rmtree("r", ignore_errors=True)
+        shutil.copytree("whole", "r")
+        path = Path("r", file)
+        (shutil.rmtree if path.is_dir() else os.unlink)(path)
+        got = forge("train", "--resume", "r", "--train.steps", 5, "--yes")
+        assert got.code == code, got
+        assert words in got.out + got.err, (file, got)
+
+
+def test_a_damaged_record_takes_no_other_with_it(forge: Call, text_file: Path) -> None:
+    forge("train", text_file, *TINY, "--train.steps", 9, "--run", "r")
+    lines = Path("r/metrics.jsonl").read_bytes().splitlines(keepends=True)
+    Path("r/metrics.jsonl").write_bytes(b"".join([*lines[:4], b"{%$}\n", *lines[5:]]))
+    assert forge("train", "--resume", "r", "--train.steps", 11, "--yes").code == 0
+    after = Path("r/metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert (len(after), after[:4], after[5:9]) == (11, lines[:4], lines[5:])
+
+
+def test_shards_that_do_not_fit_on_the_disk(text_file: Path) -> None:
+    code = ("import sys, test_nothing_lost as t; from forge import cli; t.fill(limit=9000)\n"
+            "sys.exit(cli.main(['train', 'text.txt', '--data.tokenizer', 'bytes', '--run', 'r']))")
+    path = os.pathsep.join([str(HERE), str(HERE.parent)])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 1
+    assert done.stderr.startswith("forge: ")
+    assert "Traceback" not in done.stderr
+    assert not list(Path().glob("*r*partial*"))
+    assert not Path("r").exists()
 
 
 def test_a_folder_without_a_config_is_taken_over(forge: Call, text_file: Path) -> None:
@@ -648,3 +696,5 @@ def test_all_damaged_is_a_failure_and_no_new_beginning(tmp_path: Path) -> None:
     assert "set aside" in said[0]
     with pytest.raises(RequestError, match="no whole checkpoint"):
         checkpoint.load(tmp_path)
+    with pytest.raises(Failure, match="no whole checkpoint left"):      # nor at the next try
+        checkpoint.newest(tmp_path, said.append)

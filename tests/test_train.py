@@ -158,7 +158,7 @@ def test_a_finished_run_says_so_and_a_longer_budget_goes_on(forge: Call, text_fi
     assert "add --yes" in unasked.err
     longer = forge("train", "--resume", "r", "--train.steps", 5, "--yes")
     assert longer.code == 0, longer.err
-    assert "changed: train.steps 3 -> 5" in longer.out
+    assert "change: train.steps 3 -> 5" in longer.out
     assert [line["step"] for line in records("r")] == [1, 2, 3, 4, 5]
     refused = forge("train", "--resume", "r", "--model.dim", 32)
     assert refused.code == 2

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from forge import tokenizer as tokenizers
-from forge.config import DataConfig, RequestError, load_json
+from forge.config import DataConfig, Failure, RequestError, load_json
 from forge.data import sources
 from forge.data.sources import Piece
 from forge.tokenizer import Tokenizer
@@ -228,6 +228,21 @@ def count_of(n: int, noun: str) -> str:
 
 
 def folder_of(run: Path) -> Path:
-    """The data folder of a run: its own, or the prepared one that its config names."""
-    own = run / "data"
-    return own if own.is_dir() else Path(load_json(run / "config.json").data.text[0])
+    """The data folder of a run: its own, or the prepared one that its config names. Raises Failure when it is gone."""
+    own, text = run / "data", load_json(run / "config.json").data.text
+    if own.is_dir() or not is_prepared(text):
+        if not own.is_dir():
+            raise Failure(f"{own} is gone, which held the run's tokens; put it back, or make it again of the same text: "
+                          f"forge data prepare {' '.join(text) or 'TEXT'} --tokenizer {run / 'tokenizer.json'} --out {own}")
+        return own
+    return Path(text[0])
+
+
+def tokenizer_of(run: Path) -> Tokenizer:
+    """The tokenizer of a run. Raises Failure when its file is gone or damaged."""
+    path, copy = run / "tokenizer.json", run / "data" / "tokenizer.json"
+    try:
+        return Tokenizer.load(path)
+    except (RequestError, Failure) as error:
+        raise Failure(f"{path} is gone or damaged; " + (f"put back its copy, {copy}" if copy.is_file() else
+                                                        "put a whole one back")) from error
