@@ -595,8 +595,8 @@ def test_a_change_that_cannot_be_is_refused_before_it_is_written(flags: tuple, f
 def test_what_is_gone_from_a_run_is_named(forge: Call, text_file: Path) -> None:
     forge("train", text_file, *TINY, "--train.steps", 3, "--run", "whole")
     for file, code, words in (("data", 1, "r/data is gone"), ("config.json", 2, "config.json"),
-                              ("tokenizer.json", 1, "put back its copy, r/data/tokenizer.json"), ("environment.json", 0, "cannot be told"),
-                              ("latest", 0, "done"), ("best", 0, "done"),
+                              ("tokenizer.json", 1, "put back its copy, r/data/tokenizer.json"),
+                              ("environment.json", 0, "cannot be told"), ("latest", 0, "done"), ("best", 0, "done"),
                               ("metrics.jsonl", 0, "no records of the steps 1 to 3")):
         shutil.rmtree("r", ignore_errors=True)
         shutil.copytree("whole", "r")
