@@ -15,11 +15,14 @@ LEAST = 32              # ... once there are so many; before, only what is no nu
 SIGMAS = 6.0
 LOSS_SPREAD = 0.01      # nats: a loss scatters at least so much, and a gradient norm ...
 NORM_SPREAD = 0.05      # ... by such a part of itself: a text known by heart leaves hardly any scatter
+PATIENCE = 3            # steps in a row that are bad by their gradient's norm alone: then it is the place and not the batch
 
 
 class Guard:
     """Tells a bad step by its loss and its gradient norm: no number, or above the mean of the last accepted ones by more
-    than SIGMAS standard deviations. Everything stays on the device; the host need not wait."""
+    than SIGMAS standard deviations. A norm that stays high while the loss does not is borne after PATIENCE steps, until it
+    has been low again: skipping would keep the weights where they are steep, and clipping bounds what it can do. Everything
+    stays on the device; the host need not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,6 +33,7 @@ class Guard:
     def begin(self) -> None:
         self.accepted = torch.zeros(2, HISTORY, device=self.device)     # losses; gradient norms
         self.count = torch.zeros((), device=self.device)                # of accepted steps, exact up to 2^24
+        self.steep = torch.zeros((), device=self.device)                # steps in a row with a norm that is too high
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """1.0 for a bad step, otherwise 0.0: all of them scalars on the device. A good one joins the accepted ones."""
@@ -39,21 +43,22 @@ class Guard:
         mean = self.accepted.sum(1, keepdim=True) / n
         spread = (torch.where(known, self.accepted - mean, 0.0).square().sum(1, keepdim=True) / n).sqrt()
         least = self.least_spread[:, :1] + self.least_spread[:, 1:] * mean
-        above = (now > mean + SIGMAS * torch.maximum(spread, least)).any() & (self.count >= LEAST)
-        bad = above | ~now.isfinite().all()
+        loss_above, norm_above = (now > mean + SIGMAS * torch.maximum(spread, least))[:, 0] & (self.count >= LEAST)
+        bad = loss_above | (norm_above & (self.steep < PATIENCE)) | ~now.isfinite().all()
+        self.steep = torch.where(norm_above, self.steep + 1, 0.0)
         here = (self.places == self.count % HISTORY) & ~bad
         self.accepted = torch.where(here, now, self.accepted)
         self.count = self.count + (~bad).float()
         return bad.float()
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"guard/accepted": self.accepted, "guard/count": self.count}
+        return {"guard/accepted": self.accepted, "guard/count": self.count, "guard/steep": self.steep}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """What tensors() gave; a checkpoint without it leaves the guard as it is at the beginning of a run."""
-        if "guard/count" in tensors:
-            self.accepted, self.count = (tensors[f"guard/{name}"].to(self.device, copy=True)
-                                         for name in ("accepted", "count"))
+        if "guard/steep" in tensors:
+            self.accepted, self.count, self.steep = (tensors[f"guard/{name}"].to(self.device, copy=True)
+                                                     for name in ("accepted", "count", "steep"))
 
 
 @torch.no_grad()

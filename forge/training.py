@@ -362,7 +362,8 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
         readings: deque[Reading] = deque()      # steps that the device still works on: the host runs one ahead of it
         began, elapsed_before = time.monotonic(), at.elapsed_s
         before: Reading | float = began
-        progress, stopping, went_back_to = at.of(c), stop(), -1
+        progress, stopping = at.of(c), stop()
+        went_back = (-1, 0)                     # to this step, from this one
         sure, failed = (at.best_loss, at.best_step), None      # the best that is on the disk; why the last save is not
         owed = False                            # a save: a state among skipped steps is none to go back to
 
@@ -452,12 +453,13 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                 if at.skipped >= MOST_SKIPPED:
                     log(record)
                     saved(writer.wait())
-                    if (checkpoint.steps(run) or [0])[-1] == went_back_to:
+                    newest = (checkpoint.steps(run) or [0])[-1]
+                    if newest == went_back[0] and record["step"] <= went_back[1]:      # no further than the last time
                         raise Failure(ran_away(record, run, diagnosis(model, Batch(inputs, targets, starts))))
                     end, elapsed_s = record["windows"][1], at.elapsed_s
                     at = restore(run, c, model, optimizers, guard, metrics.say)
                     at = at._replace(jumped=end - at.step * sequences, skipped=0, elapsed_s=elapsed_s)
-                    went_back_to, sure = at.step, (at.best_loss, at.best_step)
+                    went_back, sure = (at.step, record["step"]), (at.best_loss, at.best_step)
                     metrics.go_back(at.step, {"step": at.step, "went_back_from": record["step"], "next_window": end})
                     readings.clear()
                     progress, before = at.of(c), time.monotonic()

@@ -26,7 +26,7 @@ from forge import checkpoint, cli, generate, training
 from forge.config import Failure, RequestError
 from forge.data.loader import Batch
 from forge.evaluation import Score
-from forge.guard import HISTORY, LEAST, Guard, diagnosis
+from forge.guard import HISTORY, LEAST, PATIENCE, Guard, diagnosis
 from forge.metrics import Metrics
 from forge.model.transformer import Transformer
 
@@ -78,17 +78,29 @@ def test_a_spike_is_bad_once_enough_is_known_and_only_upwards() -> None:
 def test_the_judgement_is_mean_and_deviation_of_the_last_accepted() -> None:
     """Against the same written out in float64, over a drift that leaves the first steps behind."""
     torch.manual_seed(0)
-    guard, kept = Guard(torch.device("cpu")), []
+    guard, kept, steep = Guard(torch.device("cpu")), [], 0
     for i in range(400):
         now = torch.tensor([5 - i / 100, 2.0]) + 0.3 * torch.randn(2) + (torch.randn(2) > 2.2) * 3
         last = torch.stack(kept[-HISTORY:]).double() if kept else torch.zeros(1, 2).double()
         limit = last.mean(0) + 6 * torch.maximum(last.std(0, correction=0), torch.tensor([0.01, 0.05]) * torch.tensor(
             [1.0, float(last.mean(0)[1])]))
-        bad = len(kept) >= LEAST and bool((now.double() > limit).any())
+        loss_above, norm_above = (now.double() > limit).tolist() if len(kept) >= LEAST else (False, False)
+        bad = loss_above or (norm_above and steep < PATIENCE)
+        steep = steep + 1 if norm_above else 0
         assert bool(guard.judge(*now)) == bad, i
         if not bad:
             kept.append(now)
     assert 300 < len(kept) < 400
+
+
+def test_a_steep_place_is_borne_and_a_rising_loss_is_not() -> None:
+    """High gradients with the loss as it was, for longer than a batch can be blamed; and a loss that has jumped."""
+    guard = Guard(torch.device("cpu"))
+    torch.manual_seed(0)
+    assert not any(judged(guard, *[(3 + 0.1 * a, 1 + 0.1 * b) for a, b in torch.rand(60, 2).tolist()]))
+    assert judged(guard, *[(3.0, 9.0)] * 6) == [True] * PATIENCE + [False] * 3
+    assert judged(guard, (3.0, 1.0), *[(3.0, 90.0)] * 4) == [False] + [True] * PATIENCE + [False]
+    assert all(judged(guard, *[(9.0, 1.0)] * 20))
 
 
 def test_a_text_known_by_heart_is_no_spike() -> None:
