@@ -402,10 +402,10 @@ def growth(steps: int) -> list[tuple[int, int, int]]:
 
 def test_nothing_grows(text_file: Path) -> None:
     seen = growth(1000)
-    half = seen[len(seen) // 2:]
     assert len(seen) == 20
-    assert half[-1][0] - half[0][0] < 8 << 20
-    assert half[-1][1:] == half[0][1:]
+    # memory swings by what an evaluation takes: its lowest in the last quarter against that in the second
+    assert min(size for size, _, _ in seen[15:]) - min(size for size, _, _ in seen[5:10]) < 8 << 20
+    assert {rest[1:] for rest in seen[15:]} <= {rest[1:] for rest in seen[5:10]}
 
 
 def test_a_clock_that_is_set_does_no_harm(forge: Call, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
