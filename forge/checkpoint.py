@@ -67,7 +67,7 @@ class Writer:
         return self.job is not None and self.job.done()
 
     def wait(self) -> Exception | None:
-        """Ends when what was started is on the disk; or why it is not, and then no part of it is left."""
+        """Ends when what was started is on the disk; or says why it is not; no half of it is left then."""
         job, self.job = self.job, None
         try:
             if job:

@@ -95,13 +95,16 @@ class Metrics:
         """One line, on its way to the disk when this returns. While the disk is full it waits for the next one."""
         self.waiting += json.dumps(record).encode() + b"\n"
         try:
-            while self.waiting:
-                self.waiting = self.waiting[self.file.write(self.waiting):]
+            self.write_waiting()
             self.full = False
         except OSError as error:
             if not self.full:
                 self.say(f"{self.path}: {error.strerror}; its lines are kept in memory and written later")
             self.full = True
+
+    def write_waiting(self) -> None:
+        while self.waiting:         # a disk that is nearly full takes a part
+            self.waiting = self.waiting[self.file.write(self.waiting):]
 
     def go_back(self, step: int, record: dict[str, Any] | None = None) -> None:
         """Cuts off the records after `step`, and appends this one of the run's going back."""
@@ -117,8 +120,7 @@ class Metrics:
 
     def sync(self) -> None:
         """Returns when all records are on the disk. Raises OSError when it is full."""
-        if self.waiting:
-            self.waiting = self.waiting[self.file.write(self.waiting):]
+        self.write_waiting()
         os.fsync(self.file.fileno())
 
     def __enter__(self) -> Metrics:

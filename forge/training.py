@@ -22,9 +22,8 @@ from rich.console import Console
 from torch import Tensor
 
 from forge import checkpoint, config, generate, machine, optim, plan
-from forge import config as configs
 from forge.choices import choose
-from forge.config import Config, Failure, Interrupted, RequestError
+from forge.config import Config, Failure, Interrupted, RequestError, validate
 from forge.data import prepare
 from forge.data.loader import Batch, Feed, Tokens, needs_mask
 from forge.evaluation import score
@@ -98,7 +97,7 @@ def resume(run: str | Path, config: Config | None = None, *, agree: Callable[[],
     """
     run, console = Path(run), Console()
     saved = load_config(run, "--resume")
-    config = configs.validate(config) if config else saved
+    config = validate(config) if config else saved
     changes = differences(asdict(saved), asdict(config))
     for key, (old, new) in changes.items():
         if key not in CHANGEABLE:
@@ -135,7 +134,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> d
 
 def new_run(c: Config, folder: Path, say: Say) -> Config:
     """Makes the run folder: data, tokenizer, config.json, environment.json. Returns the config, wholly resolved."""
-    c = config.validate(c)
+    c = validate(c)
     device = machine.pick_device(c.train.device)
     machine.settle_cpu(c.train.threads)
     theirs = load_config(Path(c.init), "--init") if c.init else None

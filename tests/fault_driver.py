@@ -18,6 +18,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+import forge.training  # noqa: F401  (loaded before the forks)
 from forge import cli
 from forge.checkpoint import folder, steps
 

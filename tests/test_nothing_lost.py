@@ -161,6 +161,8 @@ def test_after_bad_steps_in_a_row_it_goes_back_and_passes_them(forge: Call, text
     assert [line["step"] for line in records("r") if line.get("skipped")] == [21, 22, 23, 24, 25]
     assert seen[35] == 280
     assert seen[-1] == 280 + 19 * 8
+    assert forge("report", "r").code == 0
+    assert "returns to a checkpoint" in Path("r/report.html").read_text()
     # killed behind that, it goes on in the same place
     lines, end = records("r"), weights("r")
     forget("r", 30)
@@ -517,6 +519,8 @@ def test_a_signal_in_every_phase(phase: str, forge: Call, text_file: Path, monke
     assert got.code == 128 + signal.SIGTERM
     assert "stopped and saved" in got.err
     assert checkpoint.load(Path("r")).state["step"] == records("r")[-1]["step"] < 400
+    if phase == "write":
+        assert len(records("r")[-1]["sample"]) < 20         # of 120: it was broken off
 
 
 def test_a_second_signal_leaves_at_once_with_the_last_checkpoint_whole(text_file: Path) -> None:
