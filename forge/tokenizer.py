@@ -26,7 +26,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 from tokenizers.decoders import DecodeStream
 
-from forge.config import Failure, RequestError, parse_json
+from forge.config import Failure, Interrupted, RequestError, parse_json
 
 EOT = "<|endoftext|>"
 EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")     # what other tokenizers call it
@@ -111,7 +111,7 @@ class Tokenizer:
             raise RequestError(f"tokenizer {path}: {error}; {advice}") from error
         except OSError as error:
             raise RequestError(f"tokenizer {path}: {error.strerror}; {advice}") from error
-        except Failure:
+        except (Failure, Interrupted):
             raise
         except Exception as error:      # whatever its parts make of it; the library raises plain Exceptions
             raise Failure(f"tokenizer {path} is damaged: {error}") from error
