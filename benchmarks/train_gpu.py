@@ -26,9 +26,9 @@ from forge.machine import environment
 
 NANOGPT_BATCHES = (32, 64, 96)
 STEP_TOKENS = 524_288
-FORGE = {"forge gpt2-124m": ["--preset", "gpt2-124m", "--model.no-bias"],
+FORGE = {"forge gpt2-124m": ["--preset", "gpt2-124m", "--model.no-bias", "--profile"],
          "forge gpt2-124m, 64 windows at a time": ["--preset", "gpt2-124m", "--model.no-bias", "--train.micro-batch", "64"],
-         "forge 124m, T 2,048": ["--preset", "124m", "--model.seq-len", "2048"],
+         "forge 124m, T 2,048": ["--preset", "124m", "--model.seq-len", "2048", "--profile"],
          "forge 30m": ["--preset", "30m", "--profile"],
          "forge 1b": ["--preset", "1b", "--bench-steps", "3"],
          "forge 3b": ["--preset", "3b", "--bench-steps", "2", "--train.batch-tokens", "524288"]}
