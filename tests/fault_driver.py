@@ -1,8 +1,9 @@
 """python tests/fault_driver.py [KILLS] [FLAGS of forge train ...]: kills a run of 300 steps at random instants, resumes it
 each time, and compares it with one that nobody disturbed: weights and moments to the bit, every step once.
 
-A third of the kills waits for a save that is under way. Each life is forked from this process, which has loaded all that it
-needs and used none of it: so it begins at once. On a GPU, where a fork cannot be: --spawn.
+A third of the kills comes while the run begins, a third after some steps, a third within a save. Each life is forked from
+this process, which has loaded all that it needs and used none of it: so it begins at once. On a GPU, where a fork cannot
+be: --spawn.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -46,26 +48,45 @@ def ended(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if done else None
 
 
-def live(arguments: list[str], spawn: bool, kill_after: float | None, in_save: bool) -> tuple[int | None, float]:
-    """Its exit code, None when it was killed, and the seconds to its first record. To be killed: so many seconds after it
-    began, or soon after a save of its began."""
-    pid, began, first = begin(arguments, spawn), time.monotonic(), 0.0
+def live(arguments: list[str], spawn: bool, doomed: Callable[[float, int, bool], bool]) -> tuple[int | None, float]:
+    """Its exit code, None when it was killed, and the seconds to its first step. It is killed as soon as
+    doomed(seconds since it began, steps done by it, whether a save is under way)."""
     metrics = Path(arguments[-1], "metrics.jsonl")
+    before = lines(metrics)
+    pid, began, first = begin(arguments, spawn), time.monotonic(), 0.0
     while (code := ended(pid)) is None:
         time.sleep(0.0005)
-        now = time.monotonic() - began
-        if not first and metrics.exists() and metrics.stat().st_size:
-            first = now
-        if kill_after is None:
-            continue
-        saving = in_save and any(metrics.parent.glob("checkpoints/.step*"))
-        if saving or now > kill_after + (30 if in_save else 0):
-            if saving:
-                time.sleep(random.random() * 0.01)
+        now, steps_done = time.monotonic() - began, max(0, lines(metrics) - before)
+        first = first or (now if steps_done else 0.0)
+        if doomed(now, steps_done, any(metrics.parent.glob("checkpoints/.step*"))):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             break
     return code, first
+
+
+def lines(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def never(now: float, steps_done: int, saving: bool) -> bool:
+    return False
+
+
+def doom(kind: int, start_s: float, most_steps: float) -> Callable[[float, int, bool], bool]:
+    """One of three ends: at an instant of the beginning, after some steps, or within a save."""
+    at, after, delay = random.random() * start_s, random.random() * most_steps, random.random() * 0.01
+
+    def within_a_save(now: float, steps_done: int, saving: bool) -> bool:
+        if saving:
+            time.sleep(delay)
+        return saving
+
+    return (lambda now, steps_done, saving: now > at, lambda now, steps_done, saving: steps_done > after,
+            within_a_save)[kind]
 
 
 def records(run: str) -> list[dict]:
@@ -91,19 +112,17 @@ def main(kills: int, flags: list[str], spawn: bool) -> None:
     Path("text.txt").write_text(" ".join(random.Random(0).choices(words, k=5000)))
     train = ["train", "text.txt", *SETTINGS, "--train.steps", "300", *flags]
     began = time.monotonic()
-    code, start_s = live([*train, "--run", "whole"], spawn, None, False)
+    code, start_s = live([*train, "--run", "whole"], spawn, never)
     assert code == 0, Path("life.log").read_text()
-    steps_s = sum(json.loads(line)["step_ms"] for line in Path("whole/metrics.jsonl").read_text().splitlines()) / 1000
-    print(f"undisturbed: {start_s:.1f} s to the first step, {steps_s:.1f} s of steps, {time.monotonic() - began:.1f} s in "
-          "all", flush=True)
-    done, in_saves = 0, 0
+    print(f"undisturbed: {start_s:.1f} s to the first step, {time.monotonic() - began:.1f} s in all", flush=True)
+    done = in_saves = 0
     while True:
         again = ["train", "--resume", "killed"] if Path("killed/config.json").exists() else [*train, "--run", "killed"]
-        in_save = done % 3 == 2
-        kill_after = random.random() * (start_s + 2 * steps_s / kills)     # so that the run lasts for all of them
-        code, first = live(again, spawn, kill_after if done < kills else None, in_save)
+        end = doom(done % 3, start_s, 600 / kills) if done < kills else never       # so that the run lasts for all of them
+        code, first = live(again, spawn, end)
         if code is None:
-            done, in_saves = done + 1, in_saves + in_save
+            in_saves += done % 3 == 2
+            done += 1
             start_s = min(start_s, first or start_s)        # a resumed run begins sooner
         elif code:
             raise SystemExit(f"a life ended with {code}: {Path('life.log').read_text()[-2000:]}")

@@ -443,16 +443,33 @@ def test_a_second_writer_is_refused_and_named(forge: Call, text_file: Path) -> N
 # --- signals
 
 def start(text: Path, *more: object) -> subprocess.Popen:
+    """In a process that ignores no signal, as it would if these tests were started with nohup."""
     return subprocess.Popen([sys.executable, "-m", "forge.cli", *map(str, ("train", text, *TINY, *more, "--run", "r"))],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
+
+
+def test_nohup_keeps_a_run_going(text_file: Path) -> None:
+    command = [sys.executable, "-m", "forge.cli", *map(str, ("train", text_file, *TINY, "--train.steps", 40, "--run", "r"))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    wait_for_a_record(process)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert records("r")[-1]["step"] == 40
+
+
+def wait_for_a_record(process: subprocess.Popen) -> None:
+    while not (Path("r/metrics.jsonl").exists() and Path("r/metrics.jsonl").stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP"])
 def test_warnings_of_schedulers_save(name: str, text_file: Path) -> None:
     process = start(text_file, "--train.minutes", 5, "--train.eval-every", 0)
-    while not (Path("r/metrics.jsonl").exists() and Path("r/metrics.jsonl").stat().st_size):
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_for_a_record(process)
     process.send_signal(getattr(signal, name))
     _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + getattr(signal, name)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import itertools
 import shutil
@@ -139,10 +140,15 @@ def test_gpt2_gives_the_ids_of_tiktoken_and_of_the_library(tmp_path: Path, monke
     assert len(ours.encode(CORPUS_TEXT)) == 338_025
 
 
+@functools.cache
+def gpt2() -> Tokenizer:
+    return Tokenizer.load("gpt2")
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.text(st.sampled_from("aA1 .'\n\r\t_é東\u0301\u00a0🙂sdtl")), st.text())
 def test_the_fast_way_gives_the_ids_of_the_library(one: str, two: str) -> None:
-    for made in (BPE, Tokenizer.load("gpt2")):
+    for made in (BPE, gpt2()):
         assert made.fast is not None
         for text in (one, two):
             assert made.encode(text).tolist() == made.library.encode(text, add_special_tokens=False).ids
