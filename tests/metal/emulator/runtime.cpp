@@ -1,0 +1,351 @@
+// Runs a grid of threads as fibers of one thread of the system. A fiber runs until it waits (a barrier, an exchange between the
+// lanes of its simdgroup) or ends: the worst order for a barrier that is missing. A seed shuffles groups and threads.
+#include <algorithm>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <numeric>
+#include <random>
+#include <sys/mman.h>
+#include <utility>
+#include <vector>
+
+typedef unsigned int uint;
+struct msl_thread {
+    uint in_grid[3], in_group[3], group[3], group_size[3], groups[3], grid[3];
+    uint index, lane, simdgroup, simdgroups;
+};
+struct msl_kernel { const char* name; void (*run)(void** buffers, const msl_thread& t); uint most_threads; };
+extern "C" const msl_kernel msl_kernels[];
+extern "C" const int msl_kernel_count;
+
+#if TSAN        // this file itself is compiled without the sanitizers, which would see its own work as races
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned);
+void __tsan_destroy_fiber(void*);
+void __tsan_switch_to_fiber(void*, unsigned);
+void __tsan_acquire(void*);
+void __tsan_release(void*);
+}
+#endif
+#if ASAN
+extern "C" void __asan_poison_memory_region(const volatile void*, size_t);
+extern "C" void __asan_unpoison_memory_region(const volatile void*, size_t);
+#endif
+
+namespace {
+constexpr size_t STACK = 256 << 10, THREADGROUP_BYTES = 32768, GAP = ASAN ? 64 : 0;
+enum State { READY, AT_BARRIER, AT_EXCHANGE, DONE };
+
+struct Fiber {
+    void* stack_pointer = nullptr;
+    char* stack = nullptr;
+    State state = READY;
+    int line = 0;
+    int exchanges = 0, barriers = 0;
+    msl_thread at{};
+    void* tsan = nullptr;
+};
+struct alignas(64) Slots { char lane[2][32][64]; };     // two, so that a lane that runs ahead disturbs none that still reads
+struct alignas(64) Tag { char x[64]; };                 // for the thread sanitizer, each in a place of its own
+
+std::vector<Fiber> fibers;
+std::vector<Slots> slots;
+std::map<const void*, void*> declared;      // the threadgroup's arrays, by where they are declared
+char* arena;
+size_t arena_used;
+Tag* barrier_tags;
+Tag finish_tag;
+Fiber* now;
+void* scheduler;
+void* scheduler_tsan;
+const msl_kernel* running;
+void** buffers;
+char problem[1024];
+
+void say(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    if (!problem[0]) vsnprintf(problem, sizeof(problem), format, args);
+    va_end(args);
+}
+
+void copy(char* to, const char* from, size_t bytes) {       // no memcpy, which a sanitizer would see
+    for (size_t i = 0; i < bytes; i++) *(volatile char*)(to + i) = from[i];
+}
+
+extern "C" void msl_switch(void** save, void* load);
+#if defined(__x86_64__)
+asm(R"(
+.globl msl_switch
+msl_switch:
+    pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
+    ret
+)");
+#elif defined(__aarch64__)
+asm(R"(
+.globl msl_switch
+msl_switch:
+    sub sp, sp, #160
+    stp x19, x20, [sp]
+    stp x21, x22, [sp, #16]
+    stp x23, x24, [sp, #32]
+    stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]
+    stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]
+    stp d10, d11, [sp, #112]
+    stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
+    mov x2, sp
+    str x2, [x0]
+    mov sp, x1
+    ldp x19, x20, [sp]
+    ldp x21, x22, [sp, #16]
+    ldp x23, x24, [sp, #32]
+    ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]
+    ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]
+    ldp d10, d11, [sp, #112]
+    ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+)");
+#else
+#error "fibers are written for x86-64 and aarch64"
+#endif
+
+void to_scheduler() {
+    Fiber* me = now;
+#if TSAN
+    __tsan_switch_to_fiber(scheduler_tsan, 1);      // 1: this orders nothing
+#endif
+    msl_switch(&me->stack_pointer, scheduler);
+}
+
+void body() {
+    running->run(buffers, now->at);
+    now->state = DONE;
+#if TSAN
+    __tsan_release(&finish_tag);
+#endif
+    to_scheduler();
+}
+
+void prepare(Fiber& f) {
+    if (!f.stack) f.stack = (char*)mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void** top = (void**)(f.stack + STACK);
+#if defined(__x86_64__)
+    *--top = nullptr;                   // body's own return address, for the alignment
+    *--top = (void*)body;
+    top -= 6;
+#else
+    top -= 20;
+    top[11] = (void*)body;              // x30
+#endif
+    f.stack_pointer = top;
+#if TSAN
+    f.tsan = __tsan_create_fiber(0);
+#endif
+}
+
+void run(Fiber& f) {
+    now = &f;
+#if TSAN
+    __tsan_switch_to_fiber(f.tsan, 1);
+#endif
+    msl_switch(&scheduler, f.stack_pointer);
+}
+
+void wait(State state, int line) {
+    now->state = state;
+    now->line = line;
+    to_scheduler();
+}
+
+const char* const WHERE[] = {"running", "at a barrier", "at an operation of its simdgroup", "at its end"};
+
+/* Whether fibers first .. last wait at the same place; if not, says which two do not. */
+bool together(size_t first, size_t last, State state) {
+    for (size_t i = first; i < last; i++) {
+        Fiber &a = fibers[first], &b = fibers[i];
+        if (b.state != a.state || (b.state != DONE && b.line != a.line)) {
+            if (state == DONE)
+                say("threads of a group went apart: thread %u is %s (line %d), thread %u is %s (line %d)", a.at.index,
+                    WHERE[a.state], a.line, b.at.index, WHERE[b.state], b.line);
+            return false;
+        }
+    }
+    return state == DONE || fibers[first].state == state;
+}
+
+void release(size_t first, size_t last) {
+    for (size_t i = first; i < last; i++) fibers[i].state = READY;
+}
+
+void run_group(std::vector<uint>& order) {
+    size_t n = fibers.size();
+    while (!problem[0]) {
+        for (uint i : order)
+            if (fibers[i].state == READY && !problem[0]) run(fibers[i]);
+        bool released = false;
+        for (size_t first = 0; first < n; first += 32) {
+            size_t last = std::min(first + 32, n);
+            if (together(first, last, AT_EXCHANGE)) { release(first, last); released = true; }
+        }
+        if (released) continue;
+        if (together(0, n, AT_BARRIER)) release(0, n);
+        else if (fibers[0].state == DONE && together(0, n, DONE)) return;
+        else together(0, n, DONE);      // says why
+        if (!problem[0] && std::none_of(fibers.begin(), fibers.end(), [](Fiber& f) { return f.state == READY; }))
+            say("threads of a group wait for each other at line %d", fibers[0].line);
+    }
+}
+}  // namespace
+
+extern "C" void msl_barrier(int line) {
+#if TSAN
+    Tag* tag = barrier_tags + (now->barriers++ & 1);
+    __tsan_release(tag);
+#endif
+    wait(AT_BARRIER, line);
+#if TSAN
+    __tsan_acquire(tag);
+#endif
+}
+
+extern "C" const char* msl_exchange(const void* value, size_t bytes, int line) {
+    auto& two = slots[now->at.simdgroup].lane[now->exchanges++ & 1];
+    copy(two[now->at.lane], (const char*)value, bytes);
+    wait(AT_EXCHANGE, line);
+    return two[0];
+}
+
+extern "C" uint msl_lane() { return now->at.lane; }
+
+extern "C" void* msl_threadgroup(const void* declaration, size_t bytes, size_t align) {
+    auto found = declared.find(declaration);
+    if (found != declared.end()) return found->second;
+    size_t at = (arena_used + GAP + align - 1) / align * align;
+    if (at + bytes - GAP * (declared.size() + 1) > THREADGROUP_BYTES) {
+        say("threadgroup memory: %zu bytes, a group has %zu", at + bytes, THREADGROUP_BYTES);
+        to_scheduler();
+    }
+    arena_used = at + bytes;
+#if ASAN
+    __asan_unpoison_memory_region(arena + at, bytes);
+#endif
+    return declared[declaration] = arena + at;
+}
+
+/* Runs kernel k over threads[3] in groups of group[3]. Returns 0, or 1 with the reason in message. */
+extern "C" int msl_launch(int k, void** given, const uint* threads, const uint* group, uint64_t seed, char* message, int room) {
+    running = msl_kernels + k;
+    buffers = given;
+    problem[0] = 0;
+    std::mt19937_64 random(seed);
+    uint groups[3];
+    for (int d = 0; d < 3; d++) groups[d] = (threads[d] + group[d] - 1) / group[d];
+    std::vector<uint> which(groups[0] * groups[1] * groups[2]);
+    std::iota(which.begin(), which.end(), 0);
+    if (seed) std::shuffle(which.begin(), which.end(), random);
+    constexpr size_t room_for_all = THREADGROUP_BYTES + 64 * 64;
+#if TSAN
+    scheduler_tsan = __tsan_get_current_fiber();
+#endif
+    for (uint g : which) {
+        uint at[3] = {g % groups[0], g / groups[0] % groups[1], g / groups[0] / groups[1]}, size[3];
+        for (int d = 0; d < 3; d++) size[d] = std::min(group[d], threads[d] - at[d] * group[d]);
+        uint n = size[0] * size[1] * size[2];
+        if (TSAN || !arena) {           // the thread sanitizer remembers addresses: each group has new ones
+            arena = (char*)mmap(nullptr, room_for_all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            barrier_tags = (Tag*)aligned_alloc(64, 2 * sizeof(Tag));
+            for (Fiber& f : fibers) f.stack = TSAN ? nullptr : f.stack;
+        }
+#if ASAN
+        __asan_unpoison_memory_region(arena, room_for_all);
+#endif
+        for (size_t i = 0; i < room_for_all; i++) ((volatile char*)arena)[i] = (char)0xff;      // no number in any format
+#if ASAN
+        __asan_poison_memory_region(arena, room_for_all);
+#endif
+        declared.clear();
+        arena_used = 0;
+        fibers.resize(n);
+        slots.resize((n + 31) / 32);
+        std::vector<uint> order(n);
+        std::iota(order.begin(), order.end(), 0);
+        if (seed) std::shuffle(order.begin(), order.end(), random);
+        for (uint i = 0; i < n; i++) {
+            Fiber& f = fibers[i];
+            f.state = READY;
+            f.line = f.exchanges = f.barriers = 0;
+            uint in[3] = {i % size[0], i / size[0] % size[1], i / size[0] / size[1]};
+            for (int d = 0; d < 3; d++) {
+                f.at.in_group[d] = in[d];
+                f.at.group[d] = at[d];
+                f.at.in_grid[d] = at[d] * group[d] + in[d];
+                f.at.group_size[d] = size[d];
+                f.at.groups[d] = groups[d];
+                f.at.grid[d] = threads[d];
+            }
+            f.at.index = i;
+            f.at.lane = i % 32;
+            f.at.simdgroup = i / 32;
+            f.at.simdgroups = (n + 31) / 32;
+            prepare(f);
+        }
+        run_group(order);
+#if TSAN
+        for (Fiber& f : fibers) __tsan_destroy_fiber(f.tsan);
+#endif
+        if (problem[0]) break;
+    }
+#if TSAN
+    __tsan_acquire(&finish_tag);
+#endif
+    snprintf(message, room, "%s", problem);
+    return problem[0] != 0;
+}
+
+// libgcc before 13 lacks it: a float rounded to the nearest bfloat, ties to even
+extern "C" __attribute__((weak)) __bf16 __truncsfbf2(float x) {
+    uint32_t bits = __builtin_bit_cast(uint32_t, x);
+    bits = x != x ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1);
+    return __builtin_bit_cast(__bf16, (uint16_t)(bits >> 16));
+}
+
+#ifdef MSL_MAIN
+/* A launch in a process of its own, for the sanitizers: kernel, threads, group, seed and buffers from a file, and back. */
+int main(int, char** argv) {
+    FILE* file = fopen(argv[1], "rb");
+    uint64_t head[9];
+    if (!file || fread(head, 8, 9, file) != 9) return 2;
+    uint threads[3] = {(uint)head[1], (uint)head[2], (uint)head[3]}, group[3] = {(uint)head[4], (uint)head[5], (uint)head[6]};
+    std::vector<void*> given(head[8]);
+    std::vector<uint64_t> sizes(head[8]);
+    for (size_t i = 0; i < given.size(); i++) {
+        if (fread(&sizes[i], 8, 1, file) != 1) return 2;
+        given[i] = malloc(sizes[i]);
+        if (fread(given[i], 1, sizes[i], file) != sizes[i]) return 2;
+    }
+    fclose(file);
+    char message[1024];
+    if (msl_launch((int)head[0], given.data(), threads, group, head[7], message, sizeof(message))) {
+        fprintf(stderr, "%s\n", message);
+        return 1;
+    }
+    file = fopen(argv[1], "wb");
+    for (size_t i = 0; i < given.size(); i++) fwrite(given[i], 1, sizes[i], file);
+    fclose(file);
+    return 0;
+}
+#endif
