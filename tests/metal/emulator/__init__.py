@@ -47,6 +47,10 @@ BUILTINS = {name: f"msl::Three{{t.{field}}}" for name, field in (
     "simdgroup_index_in_threadgroup": "t.simdgroup", "simdgroups_per_threadgroup": "t.simdgroups",
     "threads_per_simdgroup": "32u"}
 
+INSTANCE = re.compile(r'template\s*\[\[\s*host_name\("(\w+)"\)\s*\]\]\s*(?:\[\[\s*kernel\s*\]\]|kernel)\s*([^;]*);')
+THREADGROUP = re.compile(r"^(\s*)threadgroup\s+([\w:<>, ]+?)\s+(\w+)\s*((?:\[[^\]]*\])*)\s*;", re.M)
+KERNEL = re.compile(r"(?:\[\[\s*kernel\s*((?:,[^\]]*)?)\]\]|\bkernel\b)\s*(?:\[\[([^\]]*)\]\]\s*)?void\s+(\w+)\s*\(")
+
 
 @contextmanager
 def schedule(seed: int) -> Iterator[None]:
@@ -89,9 +93,9 @@ def expand(source: str) -> str:
     with tempfile.TemporaryDirectory() as stubs:
         for name in ("metal_stdlib", "metal_simdgroup", "metal_simdgroup_matrix", "metal_math", "metal_atomic"):
             Path(stubs, name).touch()
-        done = subprocess.run([*compiler(), "-E", "-x", "c++", "-std=c++17", "-D__METAL_VERSION__=310", "-nostdinc", "-isystem",
-                               stubs, "-I", Path(torch.__file__).parent / "include", "-"], input=source,
-                              capture_output=True, text=True)
+        flags = ["-E", "-x", "c++", "-std=c++17", "-D__METAL_VERSION__=310", "-nostdinc", "-isystem", stubs,
+                 "-I", Path(torch.__file__).parent / "include"]
+        done = subprocess.run([*compiler(), *flags, "-"], input=source, capture_output=True, text=True)
     if done.returncode:
         raise SyntaxError(done.stderr)
     return done.stdout.replace("<stdin>", "kernels.metal")
@@ -152,11 +156,10 @@ def translate(source: str) -> tuple[str, list[str]]:
         instances[found[1]] = rest
         return "\n" * found[0].count("\n")
 
-    text = re.sub(r'template\s*\[\[\s*host_name\("(\w+)"\)\s*\]\]\s*(?:\[\[\s*kernel\s*\]\]|kernel)\s*([^;]*);', instance, text)
-    text = re.sub(r"^(\s*)threadgroup\s+([\w:<>, ]+?)\s+(\w+)\s*((?:\[[^\]]*\])*)\s*;", r"\1MSL_THREADGROUP(\2, \3, \4);", text,
-                  flags=re.M)
+    text = INSTANCE.sub(instance, text)
+    text = THREADGROUP.sub(r"\1MSL_THREADGROUP(\2, \3, \4);", text)
     parameters, most = {}, {}
-    for found in re.finditer(r"(?:\[\[\s*kernel\s*((?:,[^\]]*)?)\]\]|\bkernel\b)\s*(?:\[\[([^\]]*)\]\]\s*)?void\s+(\w+)\s*\(", text):
+    for found in KERNEL.finditer(text):
         name, open_ = found[3], found.end() - 1
         parameters[name] = split_commas(without_markers(text[open_ + 1:balanced(text, open_)]))
         limit = re.search(r"max_total_threads_per_threadgroup\((\d+)\)", (found[1] or "") + (found[2] or ""))
@@ -204,7 +207,7 @@ def build(source: str, sanitizer: str = "") -> Compiled:
         run([*FLAGS, *checked, *(["-DMSL_NO_AS"] if sanitizer else []), "-isystem", HERE / "include", "-c",
              Path(scratch, "kernels.cpp"), "-o", objects[0]], SyntaxError)
         run([*runtime, "-c", HERE / "runtime.cpp", "-o", objects[1]], RuntimeError)
-        run([*(checked or ["-shared"]), *objects, "-lm", "-o", made], RuntimeError)
+        run([*(checked or ["-shared", "-nostdlib++"]), *objects, "-lm", "-o", made], RuntimeError)
         made.replace(path)
     return Compiled(path, names)
 
@@ -301,7 +304,7 @@ class Kernel:
         all_threads = three(threads, first.numel() if first is not None else 1)
         group = three(group_size, min(self.max_threads_per_threadgroup, all_threads[0]))
         if math.prod(group) > self.max_threads_per_threadgroup:
-            raise ValueError(f"a group of {math.prod(group)} threads: this kernel has at most {self.max_threads_per_threadgroup}")
+            raise ValueError(f"a group of {math.prod(group)} threads: {self.max_threads_per_threadgroup} is the most here")
         return buffers, all_threads, group
 
 

@@ -1,16 +1,12 @@
 // Runs a grid of threads as fibers of one thread of the system. A fiber runs until it waits (a barrier, an exchange between the
 // lanes of its simdgroup) or ends: the worst order for a barrier that is missing. A seed shuffles groups and threads.
-#include <algorithm>
-#include <cstdarg>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <map>
-#include <numeric>
-#include <random>
+// No C++ library beside the headers: the wheel ziglang would have to build one first.
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <sys/mman.h>
-#include <utility>
-#include <vector>
 
 typedef unsigned int uint;
 struct msl_thread {
@@ -52,9 +48,11 @@ struct Fiber {
 struct alignas(64) Slots { char lane[2][32][64]; };     // two, so that a lane that runs ahead disturbs none that still reads
 struct alignas(64) Tag { char x[64]; };                 // for the thread sanitizer, each in a place of its own
 
-std::vector<Fiber> fibers;
-std::vector<Slots> slots;
-std::map<const void*, void*> declared;      // the threadgroup's arrays, by where they are declared
+Fiber fibers[1024];
+uint count;                             // of them, in this group
+Slots slots[32];
+struct { const void* where; void* at; } declared[64];      // the threadgroup's arrays
+int declarations;
 char* arena;
 size_t arena_used;
 Tag* barrier_tags;
@@ -174,8 +172,8 @@ void wait(State state, int line) {
 const char* const WHERE[] = {"running", "at a barrier", "at an operation of its simdgroup", "at its end"};
 
 /* Whether fibers first .. last wait at the same place; if not, says which two do not. */
-bool together(size_t first, size_t last, State state) {
-    for (size_t i = first; i < last; i++) {
+bool together(uint first, uint last, State state) {
+    for (uint i = first; i < last; i++) {
         Fiber &a = fibers[first], &b = fibers[i];
         if (b.state != a.state || (b.state != DONE && b.line != a.line)) {
             if (state == DONE)
@@ -187,26 +185,35 @@ bool together(size_t first, size_t last, State state) {
     return state == DONE || fibers[first].state == state;
 }
 
-void release(size_t first, size_t last) {
-    for (size_t i = first; i < last; i++) fibers[i].state = READY;
+void release(uint first, uint last) {
+    for (uint i = first; i < last; i++) fibers[i].state = READY;
 }
 
-void run_group(std::vector<uint>& order) {
-    size_t n = fibers.size();
+void run_group(const uint* order) {
     while (!problem[0]) {
-        for (uint i : order)
-            if (fibers[i].state == READY && !problem[0]) run(fibers[i]);
+        for (uint i = 0; i < count && !problem[0]; i++)
+            if (fibers[order[i]].state == READY) run(fibers[order[i]]);
         bool released = false;
-        for (size_t first = 0; first < n; first += 32) {
-            size_t last = std::min(first + 32, n);
+        for (uint first = 0; first < count; first += 32) {
+            uint last = first + 32 < count ? first + 32 : count;
             if (together(first, last, AT_EXCHANGE)) { release(first, last); released = true; }
         }
         if (released) continue;
-        if (together(0, n, AT_BARRIER)) release(0, n);
-        else if (fibers[0].state == DONE && together(0, n, DONE)) return;
-        else together(0, n, DONE);      // says why
-        if (!problem[0] && std::none_of(fibers.begin(), fibers.end(), [](Fiber& f) { return f.state == READY; }))
-            say("threads of a group wait for each other at line %d", fibers[0].line);
+        if (together(0, count, AT_BARRIER)) release(0, count);
+        else if (together(0, count, DONE)) return;      // or it has said who is where
+    }
+}
+
+/* 0 .. n-1, shuffled by a state that is not 0 (xorshift). */
+void number(uint* order, uint n, uint64_t& state) {
+    for (uint i = 0; i < n; i++) order[i] = i;
+    for (uint i = n; state && i > 1; i--) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        uint j = state % i, x = order[i - 1];
+        order[i - 1] = order[j];
+        order[j] = x;
     }
 }
 }  // namespace
@@ -232,18 +239,19 @@ extern "C" const char* msl_exchange(const void* value, size_t bytes, int line) {
 extern "C" uint msl_lane() { return now->at.lane; }
 
 extern "C" void* msl_threadgroup(const void* declaration, size_t bytes, size_t align) {
-    auto found = declared.find(declaration);
-    if (found != declared.end()) return found->second;
+    for (int i = 0; i < declarations; i++)
+        if (declared[i].where == declaration) return declared[i].at;
     size_t at = (arena_used + GAP + align - 1) / align * align;
-    if (at + bytes - GAP * (declared.size() + 1) > THREADGROUP_BYTES) {
-        say("threadgroup memory: %zu bytes, a group has %zu", at + bytes, THREADGROUP_BYTES);
+    if (at + bytes - GAP * (declarations + 1) > THREADGROUP_BYTES || declarations == 64) {
+        say("threadgroup memory: %zu bytes in %d arrays, a group has %zu", at + bytes, declarations + 1, THREADGROUP_BYTES);
         to_scheduler();
     }
     arena_used = at + bytes;
 #if ASAN
     __asan_unpoison_memory_region(arena + at, bytes);
 #endif
-    return declared[declaration] = arena + at;
+    declared[declarations++] = {declaration, arena + at};
+    return arena + at;
 }
 
 /* Runs kernel k over threads[3] in groups of group[3]. Returns 0, or 1 with the reason in message. */
@@ -251,20 +259,20 @@ extern "C" int msl_launch(int k, void** given, const uint* threads, const uint* 
     running = msl_kernels + k;
     buffers = given;
     problem[0] = 0;
-    std::mt19937_64 random(seed);
+    uint64_t random = seed * 0x9e3779b97f4a7c15;
     uint groups[3];
     for (int d = 0; d < 3; d++) groups[d] = (threads[d] + group[d] - 1) / group[d];
-    std::vector<uint> which(groups[0] * groups[1] * groups[2]);
-    std::iota(which.begin(), which.end(), 0);
-    if (seed) std::shuffle(which.begin(), which.end(), random);
+    uint all = groups[0] * groups[1] * groups[2], order[1024];
+    uint* which = (uint*)malloc(all * sizeof(uint));
+    number(which, all, random);
     constexpr size_t room_for_all = THREADGROUP_BYTES + 64 * 64;
 #if TSAN
     scheduler_tsan = __tsan_get_current_fiber();
 #endif
-    for (uint g : which) {
-        uint at[3] = {g % groups[0], g / groups[0] % groups[1], g / groups[0] / groups[1]}, size[3];
-        for (int d = 0; d < 3; d++) size[d] = std::min(group[d], threads[d] - at[d] * group[d]);
-        uint n = size[0] * size[1] * size[2];
+    for (uint w = 0; w < all && !problem[0]; w++) {
+        uint g = which[w], at[3] = {g % groups[0], g / groups[0] % groups[1], g / groups[0] / groups[1]}, size[3];
+        for (int d = 0; d < 3; d++) size[d] = group[d] < threads[d] - at[d] * group[d] ? group[d] : threads[d] - at[d] * group[d];
+        count = size[0] * size[1] * size[2];
         if (TSAN || !arena) {           // the thread sanitizer remembers addresses: each group has new ones
             arena = (char*)mmap(nullptr, room_for_all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
             barrier_tags = (Tag*)aligned_alloc(64, 2 * sizeof(Tag));
@@ -277,14 +285,10 @@ extern "C" int msl_launch(int k, void** given, const uint* threads, const uint* 
 #if ASAN
         __asan_poison_memory_region(arena, room_for_all);
 #endif
-        declared.clear();
+        declarations = 0;
         arena_used = 0;
-        fibers.resize(n);
-        slots.resize((n + 31) / 32);
-        std::vector<uint> order(n);
-        std::iota(order.begin(), order.end(), 0);
-        if (seed) std::shuffle(order.begin(), order.end(), random);
-        for (uint i = 0; i < n; i++) {
+        number(order, count, random);
+        for (uint i = 0; i < count; i++) {
             Fiber& f = fibers[i];
             f.state = READY;
             f.line = f.exchanges = f.barriers = 0;
@@ -300,15 +304,15 @@ extern "C" int msl_launch(int k, void** given, const uint* threads, const uint* 
             f.at.index = i;
             f.at.lane = i % 32;
             f.at.simdgroup = i / 32;
-            f.at.simdgroups = (n + 31) / 32;
+            f.at.simdgroups = (count + 31) / 32;
             prepare(f);
         }
         run_group(order);
 #if TSAN
-        for (Fiber& f : fibers) __tsan_destroy_fiber(f.tsan);
+        for (uint i = 0; i < count; i++) __tsan_destroy_fiber(fibers[i].tsan);
 #endif
-        if (problem[0]) break;
     }
+    free(which);
 #if TSAN
     __tsan_acquire(&finish_tag);
 #endif
@@ -324,28 +328,23 @@ extern "C" __attribute__((weak)) __bf16 __truncsfbf2(float x) {
 }
 
 #ifdef MSL_MAIN
-/* A launch in a process of its own, for the sanitizers: kernel, threads, group, seed and buffers from a file, and back. */
+/* A launch in a process of its own, for the sanitizers: kernel, threads, group, seed and buffers from a file. */
 int main(int, char** argv) {
     FILE* file = fopen(argv[1], "rb");
     uint64_t head[9];
     if (!file || fread(head, 8, 9, file) != 9) return 2;
     uint threads[3] = {(uint)head[1], (uint)head[2], (uint)head[3]}, group[3] = {(uint)head[4], (uint)head[5], (uint)head[6]};
-    std::vector<void*> given(head[8]);
-    std::vector<uint64_t> sizes(head[8]);
-    for (size_t i = 0; i < given.size(); i++) {
+    void* given[31];
+    uint64_t sizes[31];
+    for (uint64_t i = 0; i < head[8]; i++) {
         if (fread(&sizes[i], 8, 1, file) != 1) return 2;
         given[i] = malloc(sizes[i]);
         if (fread(given[i], 1, sizes[i], file) != sizes[i]) return 2;
     }
     fclose(file);
     char message[1024];
-    if (msl_launch((int)head[0], given.data(), threads, group, head[7], message, sizeof(message))) {
-        fprintf(stderr, "%s\n", message);
-        return 1;
-    }
-    file = fopen(argv[1], "wb");
-    for (size_t i = 0; i < given.size(); i++) fwrite(given[i], 1, sizes[i], file);
-    fclose(file);
-    return 0;
+    int failed = msl_launch((int)head[0], given, threads, group, head[7], message, sizeof(message));
+    if (failed) fprintf(stderr, "%s\n", message);
+    return failed;
 }
 #endif
