@@ -24,6 +24,7 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)
 TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 SOURCE = Path(__file__).with_name("attention.metal")
 ROWS = 32       # queries, or keys, that a group of threads owns
+THREADS = {"rows": ROWS, "tiles": 4 * ROWS}     # in a group
 compile_for_cpu: Callable[[str], Any] | None = None     # the tests' emulator, which runs the kernels on CPU tensors
 
 
@@ -37,30 +38,35 @@ def supports(case: Case) -> str | None:
     return None
 
 
-def instances(dtype: torch.dtype, D: int) -> dict[str, str]:
-    """{name: the kernel with its template arguments} for a dtype and head_dim.
+def design(dtype: torch.dtype, D: int) -> str:
+    """rows or tiles, as attention.metal tells them apart: 8 x 8 matrices unless a head is too short to fill them."""
+    return "tiles" if D >= 32 else "rows"
 
-    A tile of either side is 8 KB of float32. From head_dim 80 on dK and dV are made by kernels of their own: the sums of both
+
+def instances(dtype: torch.dtype, D: int, which: str) -> dict[str, str]:
+    """{name: the kernel with its template arguments} for a dtype, head_dim and design.
+
+    A tile of `rows` is 8 KB of float32 a side. From head_dim 80 on dK and dV are made by kernels of their own: the sums of both
     would not stay in registers.
     """
-    N = 32 if D <= 64 else 16
     T = TYPES[dtype]
+    end = f", {32 if D <= 64 else 16}" if which == "rows" else ""
     apart = {"dk": "1, 0", "dv": "0, 1"} if D > 64 else {"dkdv": "1, 1"}
-    return {"delta": f"delta<{T}, {D}>", "forward": f"forward_rows<{T}, {D}, {N}>", "dq": f"dq_rows<{T}, {D}, {N}>",
-            **{name: f"dkdv_rows<{T}, {D}, {N}, {which}>" for name, which in apart.items()}}
+    return {"delta": f"delta<{T}, {D}>", "forward": f"forward_{which}<{T}, {D}{end}>", "dq": f"dq_{which}<{T}, {D}{end}>",
+            **{name: f"dkdv_{which}<{T}, {D}{end}, {gradients}>" for name, gradients in apart.items()}}
 
 
-def source(dtype: torch.dtype, D: int) -> str:
-    """The text that is compiled for a dtype and head_dim."""
+def source(dtype: torch.dtype, D: int, which: str) -> str:
+    """The text that is compiled for a dtype, head_dim and design."""
     return SOURCE.read_text(encoding="ascii") + "".join(
         f'template [[host_name("{name}")]] [[kernel]] decltype({kernel}) {kernel};\n'
-        for name, kernel in instances(dtype, D).items())
+        for name, kernel in instances(dtype, D, which).items())
 
 
 @functools.cache
-def library(dtype: torch.dtype, D: int, compile_: Callable[[str], Any]) -> Any:
+def library(dtype: torch.dtype, D: int, which: str, compile_: Callable[[str], Any]) -> Any:
     try:
-        return compile_(source(dtype, D))
+        return compile_(source(dtype, D, which))
     except SyntaxError as error:        # as torch reports what Metal's compiler says
         raise RuntimeError(f"attention.metal does not compile here: {error}") from error
 
@@ -76,7 +82,9 @@ class Launch:
                                    softcap or 0.0, 0)
         compile_ = torch.mps.compile_shader if q.device.type == "mps" else compile_for_cpu
         assert compile_ is not None
-        self.library = library(q.dtype, self.D, compile_)
+        which = design(q.dtype, self.D)
+        self.threads = THREADS[which]
+        self.library = library(q.dtype, self.D, which, compile_)
 
     def problem(self, dout: Tensor) -> list[int]:
         """attention.metal's struct Problem, as bytes."""
@@ -92,7 +100,8 @@ class Launch:
         problem = self.problem(dout)
         delta = torch.empty_like(lse)
         self.library.delta(out, dout, lse if dlse is None else dlse.contiguous(), delta, problem, int(dlse is not None),
-                           arg_casts={4: "uint8", 5: "int32"}, **self.grid(self.T, self.H))
+                           arg_casts={4: "uint8", 5: "int32"}, threads=(-(-self.T // 32) * 32, self.H, self.B),
+                           group_size=(32, 1, 1))
         given = (self.q, self.k, self.v, self.starts, dout, lse, delta)
         for name in ("dkdv",) if "dkdv" in dir(self.library) else ("dk", "dv"):
             getattr(self.library, name)(*given, dk, dv, problem, arg_casts={9: "uint8"}, **self.grid(self.S, self.K))
@@ -100,7 +109,7 @@ class Launch:
 
     def grid(self, rows: int, heads: int) -> dict[str, tuple[int, int, int]]:
         """threads counts threads, not groups."""
-        return {"threads": (-(-rows // ROWS) * ROWS, heads, self.B), "group_size": (ROWS, 1, 1)}
+        return {"threads": (-(-rows // ROWS) * self.threads, heads, self.B), "group_size": (self.threads, 1, 1)}
 
 
 @torch.library.custom_op("forge::metal_forward", mutates_args=())

@@ -189,16 +189,24 @@ void release(uint first, uint last) {
     for (uint i = first; i < last; i++) fibers[i].state = READY;
 }
 
+void release_exchange(uint first, uint last) {
+    if (together(first, last, AT_EXCHANGE)) release(first, last);
+}
+
+/* Each simdgroup in turn as far as it comes, its threads in the order given. */
 void run_group(const uint* order) {
     while (!problem[0]) {
-        for (uint i = 0; i < count && !problem[0]; i++)
-            if (fibers[order[i]].state == READY) run(fibers[order[i]]);
-        bool released = false;
-        for (uint first = 0; first < count; first += 32) {
-            uint last = first + 32 < count ? first + 32 : count;
-            if (together(first, last, AT_EXCHANGE)) { release(first, last); released = true; }
+        bool passed[32] = {};
+        for (uint o = 0; o < count; o++) {
+            uint s = order[o] / 32, first = 32 * s, last = first + 32 < count ? first + 32 : count;
+            if (passed[s]) continue;
+            passed[s] = true;
+            do {
+                release_exchange(first, last);
+                for (uint i = 0; i < count && !problem[0]; i++)
+                    if (order[i] / 32 == s && fibers[order[i]].state == READY) run(fibers[order[i]]);
+            } while (!problem[0] && together(first, last, AT_EXCHANGE));
         }
-        if (released) continue;
         if (together(0, count, AT_BARRIER)) release(0, count);
         else if (together(0, count, DONE)) return;      // or it has said who is where
     }
