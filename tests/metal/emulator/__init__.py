@@ -1,14 +1,26 @@
 """Metal kernels on a CPU, for the tests: `compile_shader` has the call surface of torch.mps.compile_shader, and its kernels
 take CPU tensors.
 
-The text is compiled as it stands, by clang, against headers that say in C++ what Metal's standard library says
-(include/metal_stdlib); runtime.cpp runs the threads of a grid as fibers. What a GPU would let pass is an error here: threads
-that do not meet at one barrier, a write outside of a buffer, more than 32 KiB of threadgroup memory. Threadgroup memory and
-registers of matrices begin as no numbers. `schedule(seed)` shuffles the order of groups and threads; `sanitize` runs one
-launch under the thread or the address sanitizer.
+    library = compile_shader(source)
+    library.scale(x, y, 2.0, threads=x.numel(), group_size=64)      # y is written, as on a GPU
+    with schedule(seed=3):                                          # groups and threads in an order drawn from the seed
+        library.scale(x, y, 2.0, threads=x.numel(), group_size=64)
+    checked = compile_shader(source, sanitizer="thread")            # or "address": each launch in a process of its own,
+    checked.scale(x, y, 2.0, threads=x.numel(), group_size=64)      # what it finds is raised as RuntimeError
 
-Left out: textures, function constants and [[threadgroup(n)]] (torch cannot pass them), atomics, simdgroups in divergent
-control flow.
+The text is compiled as it stands, by clang, against a header that says in C++ what Metal's standard library says
+(include/metal_stdlib); runtime.cpp runs the threads of a grid as fibers. What a GPU would let pass is an error here: a
+pointer of another address space, threads that do not meet at one barrier, a write outside of a buffer, more than 32 KiB of
+threadgroup memory, C++ after C++14. Threadgroup memory, registers of matrices, and what is read outside of a buffer, are no
+numbers.
+
+A clang of 18 or newer on the path is taken, or that of the wheel `ziglang`; the sanitizers need clang and its runtime
+(Debian: clang-19 and libclang-rt-19-dev). What was compiled is kept in the user's cache folder.
+
+Left out: textures, function constants and [[threadgroup(n)]] (torch cannot pass them), operations of a simdgroup in
+divergent control flow, two declarations of threadgroup memory in one statement. The sanitizers cannot follow address spaces
+and do without: text that is overloaded on them does not compile there. Speed, the precision of fast::, and what Apple's
+compiler accepts are for a Mac to say.
 """
 
 from __future__ import annotations
@@ -16,6 +28,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -30,24 +43,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch.utils._cpp_embed_headers import _embed_headers
 
 HERE = Path(__file__).parent
 GUARD = 4096                # bytes on either side of a buffer that must stay as they are
 MOST_BUFFERS, MOST_THREADS, SIMD_WIDTH = 31, 1024, 32
-FLAGS = ("-std=c++17 -O1 -fPIC -ffp-contract=off -Wno-unknown-attributes -Wno-ignored-attributes -Wno-unknown-pragmas "
-         "-Wpre-c++17-compat -Werror=pre-c++17-compat -Xclang -cl-single-precision-constant -D__METAL_VERSION__=310 "
-         "-Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none").split()
+FLAGS = ("-std=c++17 -O1 -fPIC -ffp-contract=off -fno-math-errno -Wno-unknown-attributes -Wno-ignored-attributes "
+         "-Wno-unknown-pragmas -Wno-user-defined-literals -Wpre-c++17-compat -Werror=pre-c++17-compat "
+         "-Xclang -cl-single-precision-constant -Xclang -ffloat16-excess-precision=none "
+         "-Xclang -fbfloat16-excess-precision=none").split()
+VERSION = ["-D__METAL__", "-D__METAL_VERSION__=310"]
+HEADERS = ("stdlib simdgroup simdgroup_matrix math atomic array limits type_traits common integer compute geometric "
+           "relational numeric").split()
+SANITIZERS = {"thread": "thread", "address": "address,alignment"}
 SEED = 0                    # of the schedule; 0: as numbered
 BUILTINS = {name: f"msl::Three{{t.{field}}}" for name, field in (
     ("thread_position_in_grid", "in_grid"), ("thread_position_in_threadgroup", "in_group"),
     ("threadgroup_position_in_grid", "group"), ("threads_per_threadgroup", "group_size"),
+    ("dispatch_threads_per_threadgroup", "whole_group_size"),
     ("threadgroups_per_grid", "groups"), ("threads_per_grid", "grid"))} | {
     "thread_index_in_threadgroup": "t.index", "thread_index_in_simdgroup": "t.lane",
     "simdgroup_index_in_threadgroup": "t.simdgroup", "simdgroups_per_threadgroup": "t.simdgroups",
-    "threads_per_simdgroup": "32u"}
+    "threads_per_simdgroup": "32u", "thread_execution_width": "32u"}
 
-INSTANCE = re.compile(r'template\s*\[\[\s*host_name\("(\w+)"\)\s*\]\]\s*(?:\[\[\s*kernel\s*\]\]|kernel)\s*([^;]*);')
+INSTANCE = re.compile(r'template\s*\[\[\s*host_name\(([\s"\w]+)\)\s*\]\]\s*(?:\[\[\s*kernel\s*\]\]|kernel)\s*([^;]*);')
 THREADGROUP = re.compile(r"^(\s*)threadgroup\s+([\w:<>, ]+?)\s+(\w+)\s*((?:\[[^\]]*\])*)\s*;", re.M)
 KERNEL = re.compile(r"(?:\[\[\s*kernel\s*((?:,[^\]]*)?)\]\]|\bkernel\b)\s*(?:\[\[([^\]]*)\]\]\s*)?void\s+(\w+)\s*\(")
 
@@ -81,9 +102,14 @@ def has_avx2() -> bool:
     return info.exists() and " avx2 " in info.read_text()
 
 
-class Compiled(NamedTuple):
-    path: Path
-    names: list[str]
+@functools.cache
+def versions() -> str:
+    """Everything beside the text that what is compiled depends on."""
+    command = compiler()
+    said = (importlib.metadata.version("ziglang") if "ziglang" in command else
+            subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout)
+    files = [HERE / "include/metal_stdlib", HERE / "runtime.cpp", HERE / "__init__.py"]
+    return "\0".join([said, *command, *(path.read_text() for path in files)])
 
 
 # --- from Metal's text to C++
@@ -91,13 +117,12 @@ class Compiled(NamedTuple):
 def expand(source: str) -> str:
     """The text with its own macros expanded, line markers in it; Metal's headers are left out."""
     with tempfile.TemporaryDirectory() as stubs:
-        for name in ("metal_stdlib", "metal_simdgroup", "metal_simdgroup_matrix", "metal_math", "metal_atomic"):
-            Path(stubs, name).touch()
-        flags = ["-E", "-x", "c++", "-std=c++17", "-D__METAL_VERSION__=310", "-nostdinc", "-isystem", stubs,
-                 "-I", Path(torch.__file__).parent / "include"]
+        for name in HEADERS:
+            Path(stubs, f"metal_{name}").touch()
+        flags = ["-E", "-x", "c++", "-std=c++17", *VERSION, "-nostdinc", "-isystem", stubs]
         done = subprocess.run([*compiler(), *flags, "-"], input=source, capture_output=True, text=True)
     if done.returncode:
-        raise SyntaxError(done.stderr)
+        raise SyntaxError(done.stderr.replace("<stdin>", "kernels.metal"))
     return done.stdout.replace("<stdin>", "kernels.metal")
 
 
@@ -140,8 +165,8 @@ def argument(parameter: str) -> str:
     return BUILTINS[name]
 
 
-def translate(source: str) -> tuple[str, list[str]]:
-    """C++ and the kernels' names."""
+def translate(source: str) -> str:
+    """C++, with a table of the kernels behind the text."""
     text = expand(source)
     if "function_constant" in text:
         raise SyntaxError("[[function_constant]]: torch.mps.compile_shader cannot set one")
@@ -153,7 +178,7 @@ def translate(source: str) -> tuple[str, list[str]]:
             rest = rest[balanced(rest, rest.index("(")) + 1:].strip()
         else:
             rest = re.sub(r"^void\s+", "", rest[:rest.rindex("(")] if rest.endswith(")") else rest).strip()
-        instances[found[1]] = rest
+        instances["".join(re.findall(r'"(\w+)"', found[1]))] = rest
         return "\n" * found[0].count("\n")
 
     text = INSTANCE.sub(instance, text)
@@ -174,45 +199,46 @@ def translate(source: str) -> tuple[str, list[str]]:
             raise SyntaxError(f"{name} is an instance of {base}, which is no kernel of this text")
         launchers.append(f"static void msl_run_{i}(void** b, const msl_thread& t) {{ auto f = &{function}; "
                          f"f({', '.join(map(argument, parameters[base]))}); }}")
-        table.append(f'{{"{name}", msl_run_{i}, {most[base]}}}')
+        buffers = [int(n) for parameter in parameters[base] for n in re.findall(r"\[\[\s*buffer\s*\(\s*(\d+)", parameter)]
+        table.append(f'{{"{name}", msl_run_{i}, {most[base]}, {max(buffers, default=-1) + 1}}}')
     return "\n".join(["#include <metal_stdlib>", text, '#line 1 "launchers"', *launchers,
                       f'extern "C" {{ extern const msl_kernel msl_kernels[] = {{{", ".join(table)}}}; '
-                      f"extern const int msl_kernel_count = {len(table)}; }}\n"]), list(instances)
+                      f"extern const int msl_kernel_count = {len(table)}; }}\n"])
 
 
 def folder() -> Path:
-    path = Path(os.environ.get("XDG_CACHE_HOME") or tempfile.gettempdir()) / f"forge-metal-emulator-{os.getuid()}"
-    path.mkdir(parents=True, exist_ok=True)
+    path = Path(os.environ.get("XDG_CACHE_HOME") or tempfile.gettempdir()) / f"forge-msl-emulator-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
 
 
-def build(source: str, sanitizer: str = "") -> Compiled:
+def build(source: str, sanitizer: str | None) -> Path:
     """The library (the program, with a sanitizer) of a text, compiled once. Raises SyntaxError with clang's words."""
     try:
         source.encode("ascii")
     except UnicodeEncodeError as error:
-        raise RuntimeError(f"Metal's text must be ASCII: {error}") from error
-    text, names = translate(source)
-    key = hashlib.sha256("\0".join([text, sanitizer, *map(str, compiler()), *FLAGS, *(
-        path.read_text() for path in (HERE / "include/metal_stdlib", HERE / "runtime.cpp"))]).encode()).hexdigest()[:24]
+        raise RuntimeError(f"torch hands Metal ASCII alone: {error}") from error
+    source = _embed_headers([line + "\n" for line in source.split("\n")], [Path(torch.__file__).parent / "include"], set())
+    key = hashlib.sha256("\0".join([source, sanitizer or "", versions()]).encode()).hexdigest()[:24]
     path = folder() / f"{key}{'' if sanitizer else '.so'}"
     if path.exists():
-        return Compiled(path, names)
+        return path
+    text = translate(source)
     with tempfile.TemporaryDirectory(dir=folder()) as scratch:
-        made, objects = Path(scratch, "made"), [Path(scratch, "kernels.o"), Path(scratch, "runtime.o")]
-        Path(scratch, "kernels.cpp").write_text(text)
-        checked = ["-g", f"-fsanitize={sanitizer}"] if sanitizer else []
-        runtime = ["-std=c++17", "-O2", "-fPIC", "-fno-builtin", *(["-DMSL_MAIN"] if sanitizer else []),
-                   f"-DTSAN={int(sanitizer == 'thread')}", f"-DASAN={int(sanitizer == 'address')}"]
-        run([*FLAGS, *checked, *(["-DMSL_NO_AS"] if sanitizer else []), "-isystem", HERE / "include", "-c",
-             Path(scratch, "kernels.cpp"), "-o", objects[0]], SyntaxError)
-        run([*runtime, "-c", HERE / "runtime.cpp", "-o", objects[1]], RuntimeError)
-        run([*(checked or ["-shared", "-nostdlib++"]), *objects, "-lm", "-o", made], RuntimeError)
+        made, code, kernels, runtime = (Path(scratch, name) for name in ("made", "kernels.cpp", "kernels.o", "runtime.o"))
+        code.write_text(text)
+        checked = ["-g", "-fno-omit-frame-pointer", f"-fsanitize={SANITIZERS[sanitizer]}"] if sanitizer else []
+        clang([*FLAGS, *VERSION, *checked, *(["-DMSL_NO_AS"] if sanitizer else []), "-isystem", HERE / "include",
+               "-c", code, "-o", kernels], SyntaxError)
+        clang(["-std=c++17", "-O2", "-fPIC", "-fno-builtin", *(["-DMSL_MAIN"] if sanitizer else []),
+               f"-DTSAN={int(sanitizer == 'thread')}", f"-DASAN={int(sanitizer == 'address')}",
+               "-c", HERE / "runtime.cpp", "-o", runtime], RuntimeError)
+        clang([*(checked or ["-shared", "-nostdlib++"]), kernels, runtime, "-lm", "-o", made], RuntimeError)
         made.replace(path)
-    return Compiled(path, names)
+    return path
 
 
-def run(arguments: Sequence[Any], failure: type[Exception]) -> None:
+def clang(arguments: Sequence[Any], failure: type[Exception]) -> None:
     done = subprocess.run([*compiler(), *arguments], capture_output=True, text=True)
     if done.returncode:
         raise failure(done.stderr)
@@ -228,36 +254,34 @@ def packed(values: Sequence[Any], cast: str | None) -> bytes:
         raise RuntimeError("an empty list is no argument of a kernel")
     if cast == "bf16":
         return torch.tensor(values, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
-    form = CASTS[cast] if cast else "f" if isinstance(values[0], float) else "q"
-    return struct.pack(f"<{len(values)}{form}", *values)
+    if cast and cast not in CASTS:
+        raise RuntimeError(f"arg_casts knows {', '.join(CASTS)} and bf16, not {cast!r}")
+    return struct.pack(f"<{len(values)}{CASTS[cast] if cast else 'f' if isinstance(values[0], float) else 'q'}", *values)
 
 
 class Buffer(NamedTuple):
-    """What a launch passes at one index: bytes, and the tensor that they go back to."""
+    """What a launch passes at one index."""
 
-    data: bytes
-    tensor: torch.Tensor | None = None
+    data: np.ndarray                # bytes; a tensor's own memory, from its first element to its last
+    written: bool                   # whether a kernel may write it
 
 
 def as_buffer(value: Any, cast: str | None) -> Buffer:
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
             raise RuntimeError(f"the emulator takes CPU tensors, not one on {value.device}")
-        return Buffer(bytes(memory(value)), value)
+        if value.dtype in (torch.float64, torch.complex128):
+            raise TypeError(f"MPS has no {value.dtype}")
+        if not value.numel():
+            return Buffer(np.empty(0, np.uint8), True)
+        elements = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride()))
+        memory = (ctypes.c_ubyte * (elements * value.element_size())).from_address(value.data_ptr())
+        return Buffer(np.frombuffer(memory, np.uint8), True)
     if isinstance(value, bool | int | float):
         value = [value]
     if isinstance(value, list | tuple) and all(isinstance(x, bool | int | float) for x in value):
-        return Buffer(packed(value, cast))
+        return Buffer(np.frombuffer(packed(value, cast), np.uint8), False)
     raise TypeError(f"a kernel takes tensors, numbers and lists of numbers, not {type(value).__name__}")
-
-
-def memory(x: torch.Tensor) -> Any:
-    """The bytes from a tensor's first element to its last; strides are for the kernel to know."""
-    elements = 0 if 0 in x.shape else 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
-    return (ctypes.c_char * (elements * x.element_size())).from_address(x.data_ptr() or ctypes.addressof(NOTHING))
-
-
-NOTHING = ctypes.create_string_buffer(16)
 
 
 def three(value: int | Sequence[int] | None, otherwise: int) -> list[int]:
@@ -267,37 +291,80 @@ def three(value: int | Sequence[int] | None, otherwise: int) -> list[int]:
     return [*given, 1, 1][:3]
 
 
+class Launch(NamedTuple):
+    kernel: int
+    threads: list[int]
+    group: list[int]
+    seed: int
+
+
+def in_process(library: ctypes.CDLL, launch: Launch, buffers: Sequence[Buffer]) -> list[np.ndarray]:
+    """What each buffer holds after the launch. A kernel sees a copy between guards: what it writes outside is found, and
+    what it reads there is no number."""
+    copies = []
+    for buffer in buffers:
+        copies.append(np.full(buffer.data.size + 2 * GUARD, 0xff, np.uint8))
+        copies[-1][GUARD:GUARD + buffer.data.size] = buffer.data
+    pointers = (ctypes.c_void_p * MOST_BUFFERS)(*(copy.ctypes.data + GUARD for copy in copies))
+    message = ctypes.create_string_buffer(1024)
+    if library.msl_launch(launch.kernel, pointers, (ctypes.c_uint * 3)(*launch.threads), (ctypes.c_uint * 3)(*launch.group),
+                          ctypes.c_uint64(launch.seed), message, len(message)):
+        raise RuntimeError(message.value.decode())
+    for i, copy in enumerate(copies):
+        for where, guard in (("before", copy[:GUARD]), ("behind", copy[-GUARD:])):
+            if (hit := np.flatnonzero(guard != 0xff)).size:
+                far = GUARD - hit[0] if where == "before" else hit[-1] + 1
+                raise RuntimeError(f"buffer {i} of {buffers[i].data.size} bytes: up to {far} bytes {where} it were written")
+    return [copy[GUARD:-GUARD] for copy in copies]
+
+
+def in_own_process(program: Path, launch: Launch, buffers: Sequence[Buffer]) -> list[np.ndarray]:
+    """As in_process, under the sanitizer that the program was compiled with; raises RuntimeError with its report."""
+    with tempfile.TemporaryDirectory() as scratch:
+        job = Path(scratch, "job")
+        head = struct.pack("<9Q", launch.kernel, *launch.threads, *launch.group, launch.seed, len(buffers))
+        off = [buffer.data.ctypes.data % 16 if buffer.written else 0 for buffer in buffers]
+        job.write_bytes(head + b"".join(struct.pack("<2Q", buffer.data.size, by) + buffer.data.tobytes()
+                                        for buffer, by in zip(buffers, off)))
+        fixed = ["setarch", "-R"] if shutil.which("setarch") else []        # both want an address space that is not shuffled
+        options = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
+                   "ASAN_OPTIONS": "detect_leaks=0 detect_stack_use_after_return=0",
+                   "UBSAN_OPTIONS": "halt_on_error=1 print_stacktrace=1"}
+        done = subprocess.run([*fixed, program, job], capture_output=True, text=True, env={**os.environ, **options})
+        if done.returncode:
+            raise RuntimeError(done.stderr or f"the launch ended with {done.returncode}")
+        after, at, news = np.fromfile(job, np.uint8), len(head), []
+        for data, _ in buffers:
+            news.append(after[at + 16:at + 16 + data.size])
+            at += 16 + data.size
+        return news
+
+
+class Entry(ctypes.Structure):
+    """A row of the table of kernels."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("run", ctypes.c_void_p), ("most_threads", ctypes.c_uint),
+                ("buffers", ctypes.c_uint))
+
+
 class Kernel:
     thread_execution_width = SIMD_WIDTH
 
-    def __init__(self, library: Library, index: int, most: int) -> None:
-        self.library, self.index, self.max_threads_per_threadgroup = library, index, most
+    def __init__(self, library: Library, index: int, entry: Entry) -> None:
+        self.library, self.index, self.buffers = library, index, entry.buffers
+        self.max_threads_per_threadgroup = entry.most_threads
+        self.threadgroup_bytes: int | None = None
+
+    @property
+    def static_thread_group_memory_length(self) -> int:
+        """Bytes; the emulator knows them from a launch."""
+        if self.threadgroup_bytes is None:
+            raise RuntimeError("the emulator counts threadgroup memory in a launch: there was none yet")
+        return self.threadgroup_bytes
 
     def __call__(self, *args: Any, threads: Any = None, group_size: Any = None, arg_casts: Any = None) -> None:
-        buffers, all_threads, group = self.arguments(args, threads, group_size, arg_casts)
-        padded = [ctypes.create_string_buffer(b"\xff" * GUARD + buffer.data + b"\xff" * GUARD, len(buffer.data) + 2 * GUARD)
-                  for buffer in buffers]
-        pointers = (ctypes.c_void_p * max(1, len(padded)))(*(ctypes.addressof(one) + GUARD for one in padded))
-        message = ctypes.create_string_buffer(1024)
-        failed = self.library.launch(self.index, pointers, (ctypes.c_uint * 3)(*all_threads), (ctypes.c_uint * 3)(*group),
-                                     ctypes.c_uint64(SEED), message, 1024)
-        if failed:
-            raise RuntimeError(message.value.decode())
-        for i, (buffer, one) in enumerate(zip(buffers, padded)):
-            new, size = one.raw, len(buffer.data)
-            for what, guard in (("before", new[:GUARD]), ("after", new[GUARD + size:GUARD + size + GUARD])):
-                if guard != b"\xff" * GUARD:
-                    raise RuntimeError(f"buffer {i}: the kernel wrote {what} it")
-            if new[GUARD:GUARD + size] == buffer.data:
-                continue
-            if buffer.tensor is None:
-                raise RuntimeError(f"buffer {i}: the kernel wrote into a constant")
-            memory(buffer.tensor)[:] = new[GUARD:GUARD + size]
-
-    def arguments(self, args: Sequence[Any], threads: Any, group_size: Any, arg_casts: Any
-                  ) -> tuple[list[Buffer], list[int], list[int]]:
-        if len(args) > MOST_BUFFERS:
-            raise RuntimeError(f"{len(args)} arguments: Metal has {MOST_BUFFERS} buffers")
+        if not self.buffers <= len(args) <= MOST_BUFFERS:
+            raise RuntimeError(f"{len(args)} arguments: the kernel has {self.buffers} buffers, Metal at most {MOST_BUFFERS}")
         casts = dict.fromkeys(range(len(args)), arg_casts) if isinstance(arg_casts, str) else arg_casts or {}
         buffers = [as_buffer(value, casts.get(i)) for i, value in enumerate(args)]
         first = next((x for x in args if isinstance(x, torch.Tensor)), None)
@@ -305,45 +372,59 @@ class Kernel:
         group = three(group_size, min(self.max_threads_per_threadgroup, all_threads[0]))
         if math.prod(group) > self.max_threads_per_threadgroup:
             raise ValueError(f"a group of {math.prod(group)} threads: {self.max_threads_per_threadgroup} is the most here")
-        return buffers, all_threads, group
+        library = self.library
+        launch = Launch(self.index, all_threads, group, SEED if library.seed is None else library.seed)
+        if library.program:
+            news = in_own_process(library.program, launch, buffers)
+        else:
+            news = in_process(library.code, launch, buffers)
+            self.threadgroup_bytes = library.code.msl_threadgroup_bytes()
+        for i, ((data, written), new) in enumerate(zip(buffers, news)):
+            changed = new != data           # no more is written back: views of one storage may lie within each other
+            if not changed.any():
+                continue
+            if not written:
+                raise RuntimeError(f"buffer {i}: the kernel wrote into a constant")
+            data[changed] = new[changed]
 
 
 class Library:
-    def __init__(self, made: Compiled) -> None:
-        self.launch = ctypes.CDLL(str(made.path)).msl_launch
-        self.names = made.names
-        table = ctypes.c_char.in_dll(ctypes.CDLL(str(made.path)), "msl_kernels")
-        entries = (ctypes.c_uint64 * (3 * len(made.names))).from_address(ctypes.addressof(table))
-        self.most = [entries[3 * i + 2] & 0xffffffff for i in range(len(made.names))]
+    """The kernels of a text, each an attribute."""
+
+    def __init__(self, code: Path, program: Path | None, seed: int | None) -> None:
+        self.code, self.program, self.seed = ctypes.CDLL(str(code)), program, seed
+        self.code.msl_threadgroup_bytes.restype = ctypes.c_size_t
+        count = ctypes.c_int.in_dll(self.code, "msl_kernel_count").value
+        table = (Entry * count).in_dll(self.code, "msl_kernels")
+        self.kernels = {entry.name.decode(): Kernel(self, i, entry) for i, entry in enumerate(table)}
 
     def __getattr__(self, name: str) -> Kernel:
-        if name not in self.names:
-            raise RuntimeError(f"the library has no kernel {name!r}; it has {', '.join(self.names)}")
-        index = self.names.index(name)
-        return Kernel(self, index, self.most[index])
+        if name not in self.__dict__.get("kernels", {}):
+            raise RuntimeError(f"the library has no kernel {name!r}; it has {', '.join(self.__dict__.get('kernels', {}))}")
+        return self.kernels[name]
 
     def __dir__(self) -> list[str]:
-        return self.names
+        return list(self.kernels)
 
 
-def compile_shader(source: str) -> Library:
-    """Raises SyntaxError for what is no Metal, RuntimeError for text that is not ASCII."""
-    return Library(build(source))
+def compile_shader(source: str, *, seed: int | None = None, sanitizer: str | None = None) -> Library:
+    """The library of Metal's text.
+
+    seed: of the schedule of its launches (0: as numbered); None takes what `schedule` says.
+    sanitizer: `thread` or `address`; a launch then runs in a process of its own and raises RuntimeError with the report.
+    Raises SyntaxError for what is no Metal, RuntimeError for text that is not ASCII.
+    """
+    if sanitizer not in (None, *SANITIZERS):
+        raise ValueError(f"sanitizer={sanitizer!r}: there are {', '.join(SANITIZERS)}")
+    return Library(build(source, None), build(source, sanitizer) if sanitizer else None, seed)
 
 
 def sanitize(source: str, name: str, *args: Any, sanitizer: str, threads: Any = None, group_size: Any = None,
              arg_casts: Any = None) -> str:
-    """One launch in a process of its own under the sanitizer `thread` or `address`: what it reports, "" for nothing. The
-    tensors are left as they are."""
-    made = build(source, sanitizer)
-    index = made.names.index(name)
-    buffers, all_threads, group = Kernel(None, index, MOST_THREADS).arguments(      # type: ignore[arg-type]
-        args, threads, group_size, arg_casts)
-    with tempfile.TemporaryDirectory() as scratch:
-        job = Path(scratch, "job")
-        job.write_bytes(struct.pack("<9Q", index, *all_threads, *group, SEED, len(buffers)) + b"".join(
-            struct.pack("<Q", len(buffer.data)) + buffer.data for buffer in buffers))
-        fixed = ["setarch", "-R"] if shutil.which("setarch") else []        # both want an address space that is not shuffled
-        done = subprocess.run([*fixed, made.path, job], capture_output=True, text=True, env={
-            **os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66", "ASAN_OPTIONS": "detect_leaks=0"})
-    return done.stderr if done.returncode else ""
+    """One launch under a sanitizer: what it reports, "" for nothing."""
+    kernel = getattr(compile_shader(source, sanitizer=sanitizer), name)
+    try:
+        kernel(*args, threads=threads, group_size=group_size, arg_casts=arg_casts)
+    except RuntimeError as report:
+        return str(report)
+    return ""
