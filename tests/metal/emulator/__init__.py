@@ -59,17 +59,17 @@ HEADERS = ("stdlib simdgroup simdgroup_matrix math atomic array limits type_trai
            "relational numeric").split()
 SANITIZERS = {"thread": "thread", "address": "address,alignment"}
 SEED = 0                    # of the schedule; 0: as numbered
-BUILTINS = {name: f"msl::Three{{t.{field}}}" for name, field in (
+BUILTINS = {name: f"msl::Three{{msl_t.{field}}}" for name, field in (
     ("thread_position_in_grid", "in_grid"), ("thread_position_in_threadgroup", "in_group"),
     ("threadgroup_position_in_grid", "group"), ("threads_per_threadgroup", "group_size"),
     ("dispatch_threads_per_threadgroup", "whole_group_size"),
     ("threadgroups_per_grid", "groups"), ("threads_per_grid", "grid"))} | {
-    "thread_index_in_threadgroup": "t.index", "thread_index_in_simdgroup": "t.lane",
-    "simdgroup_index_in_threadgroup": "t.simdgroup", "simdgroups_per_threadgroup": "t.simdgroups",
+    "thread_index_in_threadgroup": "msl_t.index", "thread_index_in_simdgroup": "msl_t.lane",
+    "simdgroup_index_in_threadgroup": "msl_t.simdgroup", "simdgroups_per_threadgroup": "msl_t.simdgroups",
     "threads_per_simdgroup": "32u", "thread_execution_width": "32u"}
 
 INSTANCE = re.compile(r'template\s*\[\[\s*host_name\(([\s"\w]+)\)\s*\]\]\s*(?:\[\[\s*kernel\s*\]\]|kernel)\s*([^;]*);')
-THREADGROUP = re.compile(r"^(\s*)threadgroup\s+([\w:<>, ]+?)\s+(\w+)\s*((?:\[[^\]]*\])*)\s*;", re.M)
+THREADGROUP = re.compile(r"((?:^|[;{}])\s*)threadgroup\s+([\w:<>, ]+?)\s+(\w+)\s*((?:\[[^\]]*\])*)\s*;", re.M)
 KERNEL = re.compile(r"(?:\[\[\s*kernel\s*((?:,[^\]]*)?)\]\]|\bkernel\b)\s*(?:\[\[([^\]]*)\]\]\s*)?void\s+(\w+)\s*\(")
 
 
@@ -159,7 +159,7 @@ def argument(parameter: str) -> str:
     if name == "buffer":
         if int(number) >= MOST_BUFFERS:
             raise SyntaxError(f"buffer({number}): Metal has {MOST_BUFFERS}, from 0")
-        return f"msl::{'Reference' if '&' in parameter else 'Pointer'}{{b[{number}]}}"
+        return f"msl::{'Reference' if '&' in parameter else 'Pointer'}{{msl_b[{number}]}}"
     if name not in BUILTINS:
         raise SyntaxError(f"[[{name}]]: not to be had through torch.mps.compile_shader, or not emulated")
     return BUILTINS[name]
@@ -197,8 +197,8 @@ def translate(source: str) -> str:
         base = function.split("<")[0].strip().split("::")[-1]
         if base not in parameters:
             raise SyntaxError(f"{name} is an instance of {base}, which is no kernel of this text")
-        launchers.append(f"static void msl_run_{i}(void** b, const msl_thread& t) {{ auto f = &{function}; "
-                         f"f({', '.join(map(argument, parameters[base]))}); }}")
+        launchers.append(f"static void msl_run_{i}(void** msl_b, const msl_thread& msl_t) {{ auto msl_f = &{function}; "
+                         f"msl_f({', '.join(map(argument, parameters[base]))}); }}")
         buffers = [int(n) for parameter in parameters[base] for n in re.findall(r"\[\[\s*buffer\s*\(\s*(\d+)", parameter)]
         table.append(f'{{"{name}", msl_run_{i}, {most[base]}, {max(buffers, default=-1) + 1}}}')
     return "\n".join(["#include <metal_stdlib>", text, '#line 1 "launchers"', *launchers,
@@ -379,13 +379,12 @@ class Kernel:
         else:
             news = in_process(library.code, launch, buffers)
             self.threadgroup_bytes = library.code.msl_threadgroup_bytes()
-        for i, ((data, written), new) in enumerate(zip(buffers, news)):
-            changed = new != data           # no more is written back: views of one storage may lie within each other
-            if not changed.any():
-                continue
-            if not written:
+        changes = [new != buffer.data for buffer, new in zip(buffers, news)]
+        for i, (buffer, new, changed) in enumerate(zip(buffers, news, changes)):
+            if buffer.written:
+                buffer.data[changed] = new[changed]         # no more: views of one storage may lie within each other
+            elif changed.any():
                 raise RuntimeError(f"buffer {i}: the kernel wrote into a constant")
-            data[changed] = new[changed]
 
 
 class Library:
