@@ -1,6 +1,7 @@
 """What a run takes by measurement: dtype, attention, threads, compile. Found once, remembered, kept in its config.
 
-On a CPU the candidates take training steps of the model's own shape, two layers deep; elsewhere the choice is a rule.
+On a CPU and on an Apple GPU the candidates take training steps of the model's own shape, two layers deep; on an NVIDIA GPU
+the choice is a rule.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from forge import machine, plan
 from forge.config import Config, Interrupted, ModelConfig, RequestError, TrainConfig, nearest
 from forge.memory import Memory, processor_name
 from forge.model.transformer import Transformer, init_weights
-from forge.ops.attention import BACKENDS, Case, fastest, passing, tuned, verdicts
+from forge.ops.attention import BACKENDS, Case, distance, fastest, passing, tuned, verdicts
 
 Say = Callable[[str], None]
 
@@ -49,9 +50,9 @@ def choose(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
     start = replace(t, device=device.type, dtype=first, threads=torch.get_num_threads(),  # type: ignore[arg-type]
                     compile=compiler is not None if t.compile is None else t.compile)
     fitting, room = plan.fit(replace(c, train=start), device)
-    start = replace(fitting.train, attention=t.attention if t.attention != "auto" else passing(fits)[0]
-                    if device.type == "cpu" else on_gpu(c, fits))
-    chosen, why = by_trial(c, start, mask) if device.type == "cpu" else (start, "")
+    start = replace(fitting.train, attention=t.attention if t.attention != "auto" else on_gpu(c, fits)
+                    if device.type == "cuda" else passing(fits)[0])
+    chosen, why = (start, "") if device.type == "cuda" else by_trial(c, start, mask)
     if chosen.compile:
         compiled = "compiled"
     elif t.compile is False or compiler:
@@ -106,7 +107,7 @@ def by_trial(c: Config, start: TrainConfig, mask: bool) -> tuple[TrainConfig, st
     """The settings of the fastest trial step, and what was measured. What the user named (c.train) is not tried against
     others; what is left is settled one after the other: dtype, attention, threads, compile."""
     m, t = c.model, c.train
-    memory = Memory(f"{processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+    memory = Memory(f"{start.device}, {processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
                             f"deterministic {t.deterministic}, mask {mask}, {asdict(m) | {'n_layers': 2}}")
     seen: dict[str, float] = {}
 
@@ -129,12 +130,14 @@ def by_trial(c: Config, start: TrainConfig, mask: bool) -> tuple[TrainConfig, st
     if t.dtype == "auto":
         better(replace(best, dtype="bfloat16"))
     if t.attention == "auto":
-        names = passing(case(m, torch.device("cpu"), best.dtype, mask))
+        names = passing(case(m, torch.device(best.device), best.dtype, mask))
         better(*(replace(best, attention=name) for name in names if name != best.attention))
-    while not t.threads and best.threads > 1 and better(replace(best, threads=best.threads // 2)):
+    while best.device == "cpu" and not t.threads and best.threads > 1 and better(replace(best, threads=best.threads // 2)):
         pass
     why = ""
-    if t.compile is None and best.compile:
+    if t.compile is None and best.compile and best.device == "mps" and (fault := compiled_fault(m, best, mask)):
+        best, why = replace(best, compile=False), f": {fault}"
+    elif t.compile is None and best.compile:
         m2 = replace(m, n_layers=min(2, m.n_layers))
         tokens = (t.batch_tokens / trial_rows(m, best) / m.seq_len) * m.flops_per_token() / m2.flops_per_token()
         planned_s = (min(x for x in (t.minutes and 60 * t.minutes, t.steps and t.steps * tokens * best_ms / 1000,
@@ -147,11 +150,7 @@ def by_trial(c: Config, start: TrainConfig, mask: bool) -> tuple[TrainConfig, st
             try:
                 compiled_ms = step_ms(best, compiled=True)
             except (TorchDynamoException, InductorError) as error:
-                while (cause := error.__cause__ or error.__context__) is not None:      # a signal while compiling
-                    if isinstance(cause, Interrupted | KeyboardInterrupt):
-                        raise cause from None
-                    error = cause       # type: ignore[assignment]
-                best, why = replace(best, compile=False), f": the compiler failed ({str(error).splitlines()[0]})"
+                best, why = replace(best, compile=False), f": {failed(error)}"
             else:
                 seen["the same, not compiled"] = eager_ms
                 if compiled_ms >= eager_ms:
@@ -172,11 +171,10 @@ def trial_s(m: ModelConfig, t: TrainConfig, mask: bool, compiled: bool, rows: in
     try:
         with torch.device("meta"):
             model = Transformer(replace(m, n_layers=min(2, m.n_layers)), getattr(torch, t.dtype), t.attention)
-        model.to_empty(device="cpu").train()
+        model.to_empty(device=t.device).train()
         init_weights(model, 0)
-        rows = rows or (t.micro_batch if compiled else trial_rows(m, t))
-        inputs = torch.randint(m.vocab_size, (rows, m.seq_len), generator=torch.Generator().manual_seed(0))
-        starts = torch.zeros_like(inputs, dtype=torch.int32) if mask else None
+        inputs, starts = trial_batch(m, t, mask, rows or (t.micro_batch if compiled else trial_rows(m, t)))
+        device = inputs.device
         best, began, steps = float("inf"), time.perf_counter(), -1
         with machine.deterministic(t.deterministic):
             if compiled:
@@ -185,6 +183,7 @@ def trial_s(m: ModelConfig, t: TrainConfig, mask: bool, compiled: bool, rows: in
                 at = time.perf_counter()
                 model(inputs, inputs, starts).backward()
                 model.zero_grad()
+                machine.wait(device)
                 if steps >= 0:
                     best = min(best, time.perf_counter() - at)
                 else:
@@ -193,3 +192,44 @@ def trial_s(m: ModelConfig, t: TrainConfig, mask: bool, compiled: bool, rows: in
         return best
     finally:
         torch.set_num_threads(before)
+
+
+def failed(error: BaseException) -> str:
+    """What a compiler's error says at its root. A signal that came while it compiled goes on."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        if isinstance(cause, Interrupted | KeyboardInterrupt):
+            raise cause from None
+        error = cause
+    return f"the compiler failed ({(str(error).splitlines() or [type(error).__name__])[0]})"
+
+
+def trial_batch(m: ModelConfig, t: TrainConfig, mask: bool, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    inputs = torch.randint(m.vocab_size, (rows, m.seq_len), generator=torch.Generator().manual_seed(0)).to(t.device)
+    return inputs, torch.zeros_like(inputs, dtype=torch.int32) if mask else None
+
+
+def compiled_fault(m: ModelConfig, t: TrainConfig, mask: bool) -> str | None:
+    """What keeps a run from being compiled on a device whose compiler is young: it fails, or a step's loss or gradients come
+    out otherwise than uncompiled. None: they agree."""
+    allowed = {"float32": 1e-3, "bfloat16": 5e-2}[t.dtype]
+    with torch.device("meta"):
+        model = Transformer(replace(m, n_layers=min(2, m.n_layers), dropout=0.0), getattr(torch, t.dtype), t.attention)
+    model.to_empty(device=t.device).train()
+    init_weights(model, 0)
+    inputs, starts = trial_batch(m, t, mask, trial_rows(m, t))
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(inputs, inputs, starts)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    with machine.deterministic(t.deterministic):
+        exact = step()
+        model.compile_parts()
+        try:
+            found = step()
+        except Exception as error:      # whatever a compiler raises
+            return failed(error)
+    off = max(distance(x, y) for x, y in zip(found, exact))
+    return None if off <= allowed else f"compiled, a step is off by {off:.1e} of the uncompiled, {allowed:.0e} is allowed"

@@ -120,14 +120,12 @@ def attention_ms(name: str, place: torch.device, dtype: torch.dtype, packed: boo
     starts = torch.zeros(1, T, dtype=torch.int32, device=place) if packed else None
     best = float("inf")
     for _ in range(4):
-        if place.type == "cuda":
-            torch.cuda.synchronize()
+        machine.wait(place)
         began = time.perf_counter()
         out = attention(q, k, v, starts=starts, backend=name)
         assert isinstance(out, torch.Tensor)
         out.sum().backward()
-        if place.type == "cuda":
-            torch.cuda.synchronize()
+        machine.wait(place)
         best = min(best, time.perf_counter() - began)
     return 1000 * best
 

@@ -44,11 +44,11 @@ def score(model: Transformer, tokens: Tokens, stop: Callable[[], bool] = lambda:
         while True:
             try:
                 return score_by(count, model, tokens, stop)
-            except torch.OutOfMemoryError:
-                if count == 1:
+            except RuntimeError as error:
+                if count == 1 or not machine.out_of_memory(error):
                     raise
             count //= 2
-            torch.cuda.empty_cache()
+            machine.empty_cache(model.embedding.weight.device)
     finally:
         model.train(was_training)
 

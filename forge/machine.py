@@ -47,19 +47,24 @@ def settle_cpu(threads: int = 0) -> None:
             function(torch.ones(1, dtype=dtype))
 
 
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given; a CPU always has."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
 def matmul_flops(device: torch.device, dtype: torch.dtype, n: int = 0, seconds: float = 0.5) -> float:
     """FLOP/s of a product of two (n, n) matrices: the best of those that fit into so many seconds."""
     n = n or (8192 if device.type == "cuda" else 1024)
     # random numbers: a GPU that multiplies ones is cooler, and so faster, than one that trains
     a = torch.randn(n, n, generator=torch.Generator(device).manual_seed(0), device=device, dtype=dtype)
-    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)
     a @ a
-    wait()
+    wait(device)
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
         began = time.perf_counter()
         a @ a
-        wait()
+        wait(device)
         best = min(best, time.perf_counter() - began)
     return 2 * n ** 3 / best
 
@@ -107,14 +112,32 @@ def compiler() -> str | None:
 
 
 def memory_bytes(device: torch.device) -> int:
+    """All that the device has; an Apple GPU, which shares the machine's, what macOS recommends it to take."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().total
+    return torch.mps.recommended_max_memory() if device.type == "mps" else psutil.virtual_memory().total
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a run may take: of a GPU what no other process holds, elsewhere all there is."""
+    """What a run may take: of an NVIDIA GPU what no other process holds, elsewhere all there is."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_bytes(device)
+
+
+def bound_memory(device: torch.device) -> None:
+    """On an Apple GPU memory runs out at what macOS recommends; torch would let it grow to 1.7 times that, into swap."""
+    if device.type == "mps":
+        torch.mps.set_per_process_memory_fraction(1.0)
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device's memory ran out, which MPS says with a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "MPS backend out of memory" in str(error)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives back to the system what torch keeps of a GPU's memory for later."""
+    if device.type != "cpu":
+        getattr(torch, device.type).empty_cache()
 
 
 def environment(device: torch.device) -> dict[str, object]:

@@ -25,7 +25,8 @@ class Reading:
 
     def __init__(self, step: int, lr: float, windows: tuple[int, int], loss: Tensor, grad_norm: Tensor, bad: Tensor) -> None:
         self.step, self.lr, self.windows, self.done = step, lr, windows, time.monotonic()
-        self.numbers = torch.stack((loss, grad_norm, bad)).to("cpu", non_blocking=True)
+        # only where an event says when they have arrived: MPS would copy behind the host's back, too
+        self.numbers = torch.stack((loss, grad_norm, bad)).to("cpu", non_blocking=loss.is_cuda)
         self.event = torch.cuda.Event(enable_timing=True) if loss.is_cuda else None
         if self.event:
             self.event.record()

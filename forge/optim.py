@@ -136,11 +136,17 @@ def lr_factor(step: int, progress: float, config: OptimConfig) -> float:
     return warm * SCHEDULES[config.schedule](min(max(progress, 0.0), 1.0), config)
 
 
-def mask(optimizers: list[torch.optim.Optimizer], bad: Tensor) -> None:
-    """The next step changes no weight and no moment where `bad` (a scalar on their device, 0.0 or 1.0) is 1: decided there,
-    so that the host need not wait for it."""
+HOST_MASKS = {"mps"}        # devices whose fused AdamW takes no note of found_inf (pytorch#186360)
+
+
+def step(optimizers: list[torch.optim.Optimizer], bad: Tensor) -> None:
+    """One step, which changes no weight and no moment where `bad` (a scalar on their device, 0.0 or 1.0) is 1: decided
+    there, so that the host need not wait for it, but on a device in HOST_MASKS."""
+    if bad.device.type in HOST_MASKS and bool(bad):
+        return
     for optimizer in optimizers:
         optimizer.found_inf = bad       # type: ignore[attr-defined]
+        optimizer.step()
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> None:

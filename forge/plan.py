@@ -12,7 +12,7 @@ from forge.config import Config, ModelConfig, RequestError
 from forge.ops.cross_entropy import CHUNK_LOGITS, GPU_CHUNK_LOGITS
 from forge.optim import TOGETHER
 
-USABLE = {"cuda": 0.92}         # of the free memory; elsewhere it is shared with all that runs
+USABLE = {"cuda": 0.92, "mps": 0.9}     # of the free memory; elsewhere it is shared with all that runs
 USABLE_ELSEWHERE = 0.6
 MICRO_BATCH_TOKENS = {"mps": 16_384, "cuda": 131_072}    # in one forward; more gains nothing
 THREAD_TOKENS = 1024    # on a CPU, for each thread: 16,384 on two, which leave its caches, took a quarter more time

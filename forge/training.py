@@ -314,6 +314,7 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
     """Trains the run to the end of its budget, from its newest checkpoint if it has one."""
     t, m, device = c.train, c.model, machine.pick_device(c.train.device)
     machine.settle_cpu(t.threads)
+    machine.bound_memory(device)
     stop = Stop(run)
     with checkpoint.lock(run), machine.deterministic(t.deterministic), stop.listening():
         tokenizer = prepare.tokenizer_of(run)
@@ -412,12 +413,13 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.optim.clip or math.inf)
                     bad = guard.judge(loss, grad_norm)
                     optim.set_lr(optimizers, optim.lr_factor(at.step, progress, c.optim))
-                    optim.mask(optimizers, bad)
                     changed = True
+                    optim.step(optimizers, bad)
                     for optimizer in optimizers:
-                        optimizer.step()
                         optimizer.zero_grad(set_to_none=not ahead)
-                except torch.OutOfMemoryError as error:
+                except RuntimeError as error:
+                    if not machine.out_of_memory(error):
+                        raise
                     less = with_less_memory(c, str(error), metrics.say)
                 if less:        # after the handler, which holds what the failed part had made
                     c, t = less, less.train
@@ -425,7 +427,7 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
                     model.set_recompute(t.recompute)
                     model.zero_grad(set_to_none=not ahead)
                     part_of_step = recorded()
-                    torch.cuda.empty_cache()
+                    machine.empty_cache(device)
                     if changed:     # some weights, it may be: what was saved is whole
                         saved(writer.wait())
                         at = restore(run, c, model, optimizers, guard, metrics.say)._replace(elapsed_s=at.elapsed_s)
@@ -566,7 +568,9 @@ def write(model: Transformer, tokenizer: Tokenizer, seed: int, n: int, stop: Sto
         for _ in generate.write(model, tokenizer, [text], max_new_tokens=n, sampling=Sampling(temperature=0.8)):
             if stop():
                 break
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not machine.out_of_memory(error):
+            raise
         text.text += " (the device has no memory left to write on)"
     model.train()
     return text.text

@@ -137,7 +137,7 @@ def test_without_a_compiler_it_says_what_that_costs(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("mask", [False, True])
 def test_a_real_trial_takes_time_and_leaves_the_threads_as_they_were(mask: bool) -> None:
     before = torch.get_num_threads()
-    t = replace(BASE.train, dtype="float32", attention="blocked", threads=1, micro_batch=2)
+    t = replace(BASE.train, device="cpu", dtype="float32", attention="blocked", threads=1, micro_batch=2)
     assert 0 < choices.trial_s(BASE.model, t, mask, False) < 5
     assert torch.get_num_threads() == before
     assert not torch.are_deterministic_algorithms_enabled()

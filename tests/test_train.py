@@ -316,7 +316,12 @@ def test_python_trains_and_loads(text_file: Path) -> None:
     assert math.isfinite(forge.evaluate(run).bpb)
 
 
-def test_when_memory_runs_out_it_goes_on_with_less(forge: Call, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 17.2 GiB, max allowed: 18.1 GiB). Tried to allocate 1 GiB")],
+    ids=["CUDA", "MPS"])
+def test_when_memory_runs_out_it_goes_on_with_less(forge: Call, text_file: Path, error: RuntimeError,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Three times, at steps of different settings; the losses are those of a run that had room enough."""
     arguments = ("train", text_file, *TINY, "--train.steps", 6, "--train.micro-batch", 8)
     forge(*arguments, "--run", "room")
@@ -327,13 +332,13 @@ def test_when_memory_runs_out_it_goes_on_with_less(forge: Call, text_file: Path,
         if self.training:
             rows.append((len(inputs), self.recompute))
             if next(fails, False):
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+                raise error
         return forward(self, inputs, *rest)
 
     monkeypatch.setattr(Transformer, "forward", full)
     got = forge(*arguments, "--run", "tight")
     assert got.code == 0
-    assert got.out.count("out of memory (CUDA out of memory.") == 2
+    assert got.out.count(f"out of memory ({str(error)[:17]}") == 2
     assert "activations" in got.out
     assert len(set(rows)) == 3
     kept = config.load_json(Path("tight/config.json")).train

@@ -23,7 +23,8 @@ from forge.ops.attention import blocked, metal, reference, sdpa, triton
 #   supports(case: Case) -> None, or the reason why not
 #   attend(q, k, v, starts, causal, window, scale, softcap) -> (out, lse or None), differentiable
 # `triton` also takes its tiles, which stand behind its name: "triton 128x64w4s2 64x64w4s2 128x64w8s3" (triton.tune).
-BACKENDS: dict[str, ModuleType] = {"triton": triton, "metal": metal, "sdpa": sdpa, "blocked": blocked, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {"triton": triton, "metal": metal, "sdpa": sdpa, "blocked": blocked,
+                                   "reference": reference}
 
 
 class Case(NamedTuple):

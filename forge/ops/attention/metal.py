@@ -46,8 +46,8 @@ def design(dtype: torch.dtype, D: int) -> str:
 def instances(dtype: torch.dtype, D: int, which: str) -> dict[str, str]:
     """{name: the kernel with its template arguments} for a dtype, head_dim and design.
 
-    A tile of `rows` is 8 KB of float32 a side. From head_dim 80 on dK and dV are made by kernels of their own: the sums of both
-    would not stay in registers.
+    A tile of `rows` is 8 KB of float32 a side. From head_dim 80 on dK and dV are made by kernels of their own: the sums of
+    both would not stay in registers.
     """
     T = TYPES[dtype]
     end = f", {32 if D <= 64 else 16}" if which == "rows" else ""
@@ -95,7 +95,8 @@ class Launch:
         self.library.forward(self.q, self.k, self.v, self.starts, out, lse, self.problem(out), arg_casts={6: "uint8"},
                              **self.grid(self.T, self.H))
 
-    def backward(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def backward(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+                 ) -> None:
         dout = unit(dout)
         problem = self.problem(dout)
         delta = torch.empty_like(lse)
