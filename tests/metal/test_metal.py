@@ -42,7 +42,7 @@ def shaders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(params=["rows", "tiles"])
 def design(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both designs, whatever the table takes."""
-    monkeypatch.setattr(metal, "design", lambda dtype, D: request.param)
+    monkeypatch.setattr(metal, "DESIGNS", dict.fromkeys(metal.DESIGNS, request.param))
     return str(request.param)
 
 
@@ -59,7 +59,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 5.0}, "all at once": {"window": 20, "starts": (0, 9, 40), "softcap": 5.0, "scale": 0.3}}
 
 
-@pytest.mark.parametrize("D", metal.HEAD_DIMS)
+@pytest.mark.parametrize("D", metal.DESIGNS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("design")
 def test_every_head_dim_dtype_and_feature(D: int, dtype: torch.dtype) -> None:
@@ -131,7 +131,7 @@ def test_a_model_trains_as_with_the_reference(forge: Callable[..., Any], text_fi
 
 
 def test_the_table_takes_both_designs() -> None:
-    assert {metal.design(dtype, D) for dtype in DTYPES for D in metal.HEAD_DIMS} == {"rows", "tiles"}
+    assert set(metal.DESIGNS.values()) == {"rows", "tiles"}
 
 
 # --- what only the emulator can see
@@ -161,7 +161,7 @@ def test_a_barrier_that_is_missing_is_seen(line: str, tmp_path: Path, monkeypatc
     mutant = tmp_path / "attention.metal"
     mutant.write_text(before + after)
     monkeypatch.setattr(metal, "SOURCE", mutant)
-    monkeypatch.setattr(metal, "design", lambda dtype, D: "rows" if "// --- tiles" in after else "tiles")
+    monkeypatch.setattr(metal, "DESIGNS", {64: "rows" if "// --- tiles" in after else "tiles"})
     metal.library.cache_clear()
     try:
         with pytest.raises((AssertionError, RuntimeError)):
