@@ -406,14 +406,13 @@ def once(c: Candidate, inputs: tuple[Tensor, ...], place: torch.device) -> tuple
             marks[3].record()
             torch.cuda.synchronize()
             return marks[0].elapsed_time(marks[1]), marks[2].elapsed_time(marks[3])
-        wait = torch.mps.synchronize if place.type == "mps" else lambda: None
-        wait()
+        machine.wait(place)
         began = time.perf_counter()
         out = c.run(*qkv)
-        wait()
+        machine.wait(place)
         between = time.perf_counter()
         torch.autograd.grad(out, qkv, dout)
-        wait()
+        machine.wait(place)
         return 1000 * (between - began), 1000 * (time.perf_counter() - between)
 
 
