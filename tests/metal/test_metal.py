@@ -171,6 +171,7 @@ def test_a_barrier_that_is_missing_is_seen(line: str, tmp_path: Path, monkeypatc
 
 
 @emulated
+@pytest.mark.skipif(bool(emulator.no_sanitizers()), reason=str(emulator.no_sanitizers()))
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
 def test_the_sanitizers_find_nothing(sanitizer: str, design: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No race between threads, and no access outside of an array, in any kernel."""

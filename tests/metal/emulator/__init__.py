@@ -418,6 +418,17 @@ def compile_shader(source: str, *, seed: int | None = None, sanitizer: str | Non
     return Library(build(source, None), build(source, sanitizer) if sanitizer else None, seed)
 
 
+@functools.cache
+def no_sanitizers() -> str | None:
+    """Why the sanitizers cannot be had here; None: they can."""
+    try:
+        for sanitizer in ("address", "thread"):
+            build("kernel void f(device float* y [[buffer(0)]]) { y[0] = 1.0f; }", sanitizer)
+    except (SyntaxError, RuntimeError) as error:
+        return f"the sanitizers need clang and its runtime (clang-19, libclang-rt-19-dev): {str(error).splitlines()[0]}"
+    return None
+
+
 def sanitize(source: str, name: str, *args: Any, sanitizer: str, threads: Any = None, group_size: Any = None,
              arg_casts: Any = None) -> str:
     """One launch under a sanitizer: what it reports, "" for nothing."""
