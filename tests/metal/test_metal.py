@@ -72,9 +72,7 @@ def test_every_head_dim_dtype_and_feature(D: int, dtype: torch.dtype) -> None:
         contract.compare("metal", *random(T, D, S=S, dtype=dtype), True, **feature)
 
 
-# the same problems each time: delta comes from an output in 16 bit, and about one problem in a thousand, of one query and
-# few keys, has gradients so small that this alone is more than the contract allows
-@settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problem=contract.problems(DTYPES, (16, 48), 80, DEVICE))
 @pytest.mark.usefixtures("design")
 def test_any_problem_equals_the_reference(problem: dict[str, Any]) -> None:
