@@ -59,7 +59,7 @@ def problems(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...], head_dims: tuple[
     starts = None
     if draw(st.booleans()):
         starts = torch.randint(0, S + 1, (B, T), generator=generator, dtype=torch.int32).sort(1).values.to(device)
-    # delta comes from the output; where that is in 16 bit and queries are few, its rounding alone may be more than is allowed
+    # delta comes from the output: in 16 bit, where queries are few, its rounding alone may be more than is allowed
     dtype = draw(st.sampled_from(dtypes if T > 16 else [d for d in dtypes if d.itemsize > 2] or dtypes))
     # a unit last stride and any others: as views of one fused projection
     q = torch.randn(B, T, (G + 2) * K, D, generator=generator).to(device, dtype)[:, :, :G * K]
