@@ -18,7 +18,7 @@ from forge import machine, plan
 from forge.config import Config, Interrupted, ModelConfig, RequestError, TrainConfig, nearest
 from forge.memory import Memory, processor_name
 from forge.model.transformer import Transformer, init_weights
-from forge.ops.attention import BACKENDS, Case, distance, fastest, passing, tuned, verdicts
+from forge.ops.attention import BACKENDS, Case, able, distance, fastest, passing, tuned, verdicts
 
 Say = Callable[[str], None]
 
@@ -100,7 +100,7 @@ def require_backend(name: str, case: Case) -> None:
     if (backend := name.split(" ")[0]) not in BACKENDS:
         raise RequestError(f"--train.attention {name}: there is no such backend; {nearest(name, ['auto', *BACKENDS])}")
     if reason := BACKENDS[backend].supports(case):
-        raise RequestError(f"--train.attention {name}: {reason}; leave it out, or name another of {', '.join(BACKENDS)}")
+        raise RequestError(f"--train.attention {name}: {reason}; leave it out, or name another of {able(*case)}")
 
 
 def by_trial(c: Config, start: TrainConfig, mask: bool) -> tuple[TrainConfig, str]:

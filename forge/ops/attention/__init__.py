@@ -102,7 +102,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
         name = choose(not T <= SHORT, *case)
     elif reason := unsupported(name, *case):
         raise ValueError(f"backend={backend!r} cannot do this: {reason}; leave backend out, or name another of "
-                         f"{', '.join(BACKENDS)}")
+                         f"{able(*case)}")
     if starts is not None:
         starts = starts.to(torch.int32)
     out, lse = BACKENDS[name].attend(q, k, v, starts, causal, None if window is None else int(window),
@@ -114,6 +114,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
 def unsupported(name: str, *case: Any) -> str | None:
     reason: str | None = BACKENDS[name].supports(Case(*case))
     return reason
+
+
+@torch.compiler.assume_constant_result
+def able(*case: Any) -> str:
+    """The backends that support Case(*case)."""
+    return ", ".join(name for name, module in BACKENDS.items() if module.supports(Case(*case)) is None)
 
 
 SHORT, LONG = 512, 2048     # a choice is measured at either, and holds for all lengths on its side of SHORT

@@ -15,7 +15,7 @@ threadgroup memory, C++ after C++14. Threadgroup memory, registers of matrices, 
 numbers.
 
 A clang of 18 or newer on the path is taken, or that of the wheel `ziglang`; the sanitizers need clang and its runtime
-(Debian: clang-19 and libclang-rt-19-dev). What was compiled is kept in the user's cache folder.
+(Debian: clang-19 and libclang-rt-19-dev). What was compiled is kept in the temporary folder.
 
 Left out: textures, function constants and [[threadgroup(n)]] (torch cannot pass them), operations of a simdgroup in
 divergent control flow, two declarations of threadgroup memory in one statement. The sanitizers cannot follow address spaces
@@ -50,7 +50,7 @@ from torch.utils._cpp_embed_headers import _embed_headers
 HERE = Path(__file__).parent
 GUARD = 4096                # bytes on either side of a buffer that must stay as they are
 MOST_BUFFERS, MOST_THREADS, SIMD_WIDTH = 31, 1024, 32
-FLAGS = ("-std=c++17 -O1 -fPIC -ffp-contract=off -fno-math-errno -Wno-unknown-attributes -Wno-ignored-attributes "
+FLAGS = ("-std=c++17 -O2 -fPIC -ffp-contract=off -fno-math-errno -Wno-unknown-attributes -Wno-ignored-attributes "
          "-Wno-unknown-pragmas -Wno-user-defined-literals -Wpre-c++17-compat -Werror=pre-c++17-compat "
          "-Xclang -cl-single-precision-constant -Xclang -ffloat16-excess-precision=none "
          "-Xclang -fbfloat16-excess-precision=none").split()
@@ -116,14 +116,12 @@ def versions() -> str:
 
 def expand(source: str) -> str:
     """The text with its own macros expanded, line markers in it; Metal's headers are left out."""
-    with tempfile.TemporaryDirectory() as stubs:
+    with tempfile.TemporaryDirectory() as scratch:
+        Path(scratch, "kernels.metal").write_text(source)       # the name in what the compiler says
         for name in HEADERS:
-            Path(stubs, f"metal_{name}").touch()
-        flags = ["-E", "-x", "c++", "-std=c++17", *VERSION, "-nostdinc", "-isystem", stubs]
-        done = subprocess.run([*compiler(), *flags, "-"], input=source, capture_output=True, text=True)
-    if done.returncode:
-        raise SyntaxError(done.stderr.replace("<stdin>", "kernels.metal"))
-    return done.stdout.replace("<stdin>", "kernels.metal")
+            Path(scratch, f"metal_{name}").touch()
+        flags = ["-E", "-x", "c++", "-std=c++17", *VERSION, "-nostdinc", "-isystem", "."]
+        return clang([*flags, "kernels.metal"], SyntaxError, cwd=scratch)
 
 
 def balanced(text: str, at: int) -> int:
@@ -207,8 +205,11 @@ def translate(source: str) -> str:
 
 
 def folder() -> Path:
-    path = Path(os.environ.get("XDG_CACHE_HOME") or tempfile.gettempdir()) / f"forge-msl-emulator-{os.getuid()}"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """What was compiled is kept here, from one run of the tests to the next."""
+    path = Path(tempfile.gettempdir(), f"forge-msl-emulator-{os.getuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise RuntimeError(f"{path} is not yours; remove it")
     return path
 
 
@@ -238,10 +239,13 @@ def build(source: str, sanitizer: str | None) -> Path:
     return path
 
 
-def clang(arguments: Sequence[Any], failure: type[Exception]) -> None:
-    done = subprocess.run([*compiler(), *arguments], capture_output=True, text=True)
+def clang(arguments: Sequence[Any], failure: type[Exception], cwd: str | None = None) -> str:
+    """What the compiler writes; raises what it complains of."""
+    done = subprocess.run([*compiler(), *arguments], cwd=cwd, capture_output=True, text=True,
+                          env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(folder() / "zig")})
     if done.returncode:
         raise failure(done.stderr)
+    return done.stdout
 
 
 # --- torch's call surface
