@@ -19,7 +19,7 @@ test-metal: .venv/tested
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Forge needs Python 3.11 or newer, and \
-	$(PYTHON) is `$(PYTHON) --version 2>&1`; type: make demo PYTHON=python3.12"; exit 1; }
+	$(PYTHON) is `$(PYTHON) --version 2>&1`; type: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv
 
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt

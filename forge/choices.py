@@ -18,7 +18,7 @@ from forge import machine, plan
 from forge.config import Config, Interrupted, ModelConfig, RequestError, TrainConfig, nearest
 from forge.memory import Memory, processor_name
 from forge.model.transformer import Transformer, init_weights
-from forge.ops.attention import BACKENDS, Case, able, distance, fastest, passing, tuned, verdicts
+from forge.ops.attention import BACKENDS, Case, able, distance, fastest, passing, tuned, verdict, verdicts
 
 Say = Callable[[str], None]
 
@@ -96,10 +96,10 @@ def on_gpu(c: Config, case: Case) -> str:
 
 
 def require_backend(name: str, case: Case) -> None:
-    """Raises RequestError unless there is such a backend and it can do this."""
+    """Raises RequestError unless there is such a backend, it can do this and passes its probe here."""
     if (backend := name.split(" ")[0]) not in BACKENDS:
         raise RequestError(f"--train.attention {name}: there is no such backend; {nearest(name, ['auto', *BACKENDS])}")
-    if reason := BACKENDS[backend].supports(case):
+    if reason := verdict(backend, case):
         raise RequestError(f"--train.attention {name}: {reason}; leave it out, or name another of {able(*case)}")
 
 

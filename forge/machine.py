@@ -16,7 +16,7 @@ import psutil
 import torch
 
 import forge
-from forge.config import RequestError
+from forge.config import RequestError, nearest
 from forge.memory import processor_name
 
 
@@ -25,7 +25,9 @@ def pick_device(name: str) -> torch.device:
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         return torch.device(next(device for device, found in there.items() if found))
-    if not there.get(name):
+    if name not in there:
+        raise RequestError(f"device {name}: there is no such device; {nearest(name, ['auto', *there])}")
+    if not there[name]:
         found = ", ".join(device for device in there if there[device])
         raise RequestError(f"device {name}: torch {torch.__version__} finds no such device here (found: {found}); name one "
                            "of those, or leave it out")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +20,8 @@ if importlib.util.find_spec("triton") and "TRITON_INTERPRET" not in os.environ: 
 
     del os.environ["TRITON_INTERPRET"]          # test_triton.py sets it again: elsewhere the backend needs a GPU
 
+import torch
+
 from forge import cli
 
 WORDS = "the forge is hot and the iron is red so we strike while it glows and cool it in the well at night".split()
@@ -27,6 +31,18 @@ class Outcome(NamedTuple):
     code: int
     out: str
     err: str
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the Metal kernels ran, if they did: the dots would be the same."""
+    if (emulator := sys.modules.get("emulator")) is None:
+        return
+    where = "the emulator: torch finds no Apple GPU here"
+    if torch.backends.mps.is_available():
+        where = f"this Apple GPU (macOS {platform.mac_ver()[0]}, {platform.machine()})"
+    elif reason := emulator.no_sanitizers():
+        where += f"; not under the sanitizers: {reason}"
+    terminalreporter.write_line(f"Metal kernels: on {where}; torch {torch.__version__}")
 
 
 @pytest.fixture(autouse=True)
