@@ -112,7 +112,10 @@ def evaluate(run: str | Path, text: Sequence[str] = (), *, tasks: Sequence[str] 
     elif not tasks:
         score_ = score(model, Tokens(prepare.folder_of(run) / "valid", tokenizer.hash))
     result = Evaluation(checkpoints.path_of(run, checkpoint).name, **(score_._asdict() if score_ else {}), tasks=found)
-    keep(run, result, " ".join(text) or "validation", model)
+    try:
+        keep(run, result, " ".join(text) or "validation", model)
+    except OSError as error:        # of a run that may only be read
+        say(f"the result could not be kept in {run}: {error}")
     return result
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import TINY
 
-from forge import cli
+from forge import cli, evaluation
 
 Call = Callable[..., Any]
 
@@ -254,3 +254,14 @@ def test_eval_keeps_what_it_measured(forge: Call, trained: Path) -> None:
     assert json.loads(file.read_text())["tasks"]["copa"]["n"] == 2
     assert forge("report", trained).out.strip() == str(trained / "report.html")
     assert "copa" in (trained / "report.html").read_text()
+
+
+def test_eval_of_a_run_that_may_only_be_read(forge: Call, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(evaluation, "write_json", refused)
+    got = forge("eval", trained)
+    assert got.code == 0
+    assert "bits per byte" in got.out
+    assert "could not be kept" in got.out + got.err
