@@ -180,7 +180,6 @@ def test_the_sanitizers_find_nothing(sanitizer: str, design: str, monkeypatch: p
         contract.run("metal", q, k, v, torch.ones_like(q), torch.ones(1, 2, 40), window=17)
 
 
-@pytest.mark.usefixtures("design")
 def test_the_text_is_what_metals_compiler_takes() -> None:
     """What the emulator does not insist on; address spaces, C++14 and threadgroup memory it does."""
     text = SOURCE.read_text(encoding="ascii")

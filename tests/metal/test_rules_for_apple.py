@@ -90,13 +90,19 @@ def test_the_probe_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Transformer, "compile_parts", wrong)
     assert "is off by 1.0e-02" in str(choices.compiled_fault(BASE.model, t, False))
 
+    def no_number(self: Transformer) -> None:
+        self.blocks[0].mlp.down.weight.register_hook(lambda grad: grad * torch.nan)
+
+    monkeypatch.setattr(Transformer, "compile_parts", no_number)
+    assert "is off by nan" in str(choices.compiled_fault(BASE.model, t, False))
+
     def broken(self: Transformer) -> None:
         def fails(*_: object) -> None:
-            raise NotImplementedError
+            raise TimeoutError      # an error without words
         self.mean_nats = fails      # type: ignore[method-assign, assignment]
 
     monkeypatch.setattr(Transformer, "compile_parts", broken)
-    assert choices.compiled_fault(BASE.model, t, False) == "the compiler failed (NotImplementedError)"
+    assert choices.compiled_fault(BASE.model, t, False) == "the compiler failed (TimeoutError)"
 
 
 def test_memory_is_what_the_system_recommends(apple: dict, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from forge.ops.attention.custom_op import differentiable
 from forge.ops.attention.reference import check_starts
 
 if TYPE_CHECKING:
@@ -209,27 +210,5 @@ def backward(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
     return unrows(dq, B, T, H), unrows(dk.to(dtype), B, S, K), unrows(dv.to(dtype), B, S, K)
 
 
-@forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, window: int | None, scale: float,
-      softcap: float | None) -> tuple[Tensor, Tensor]:
-    B, T, H, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=wide(q.dtype))
-
-
-@backward.register_fake
-def _(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, starts, *output)
-
-
-def grads(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple:
-    q, k, v, starts, out, lse = ctx.saved_tensors
-    return (*backward(dout, dlse, q, k, v, out, lse, starts, *ctx.rest), None, None, None, None, None)
-
-
-forward.register_autograd(grads, setup_context=setup_context)
+differentiable(forward, backward, materialize=True)
 attend = forward

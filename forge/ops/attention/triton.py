@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from forge.ops.attention.custom_op import differentiable, unit
+
 if TYPE_CHECKING:
     from forge.ops.attention import Case
 
@@ -287,11 +289,6 @@ def power_below(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), torch.exp2(x.log2().floor().clamp(-60, 60)), 1.0)
 
 
-def unit(x: Tensor) -> Tensor:
-    """x with a unit last stride, copied where it has another; a gradient of .sum() has stride 0."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 @torch.library.custom_op("forge::triton_forward", mutates_args=())
 def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, window: int | None, scale: float,
             softcap: float | None, tiles: str) -> tuple[Tensor, Tensor]:
@@ -320,31 +317,7 @@ def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     return dq, dk, dv
 
 
-@forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, window: int | None, scale: float,
-      softcap: float | None, tiles: str) -> tuple[Tensor, Tensor]:
-    B, T, H, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
-
-
-@backward.register_fake
-def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, starts, *output)
-    ctx.set_materialize_grads(False)        # mostly nothing flows through lse
-
-
-def grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-    q, k, v, starts, out, lse = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    return (*backward(dout, dlse, q, k, v, out, lse, starts, *ctx.rest), None, None, None, None, None, None)
-
-
-forward.register_autograd(grads, setup_context=setup_context)
+differentiable(forward, backward)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, window: int | None, scale: float,
