@@ -144,13 +144,16 @@ def broken(kind: str) -> ModuleType:
     def attend(q: Tensor, k: Tensor, v: Tensor, starts: Any, causal: bool, *rest: Any) -> tuple[Tensor, Tensor]:
         if kind == "raises":
             raise RuntimeError("no kernel image\nand more")
+        if kind == "too large":
+            raise ValueError("a group of 128 threads")
         out, lse = reference.attend(q, k, v, starts, causal and kind != "leaks", *rest)
         return (out * 1.001 if kind == "off" else out), lse
 
     return SimpleNamespace(supports=lambda case: None, attend=attend)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("kind", "words"), [("leaks", "future"), ("off", "output is off"), ("raises", "no kernel image")])
+@pytest.mark.parametrize(("kind", "words"), [("leaks", "future"), ("off", "output is off"), ("raises", "no kernel image"),
+                                             ("too large", "a group of 128")])
 def test_a_broken_backend_is_refused_with_its_reason(kind: str, words: str, monkeypatch: pytest.MonkeyPatch,
                                                     tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -256,7 +256,7 @@ def probe(name: str, case: Case) -> str | None:
                 x[:, -1] += 1
             if not torch.equal(ours[0][:, :-1], run(BACKENDS[name], q, *changed)[0][:, :-1]):
                 return "a future key changes what an earlier query sees"
-    except RuntimeError as error:      # NotImplementedError is one too
+    except (RuntimeError, ValueError) as error:     # the second from MPS, for a kernel that takes too many registers
         return f"it fails on a small case ({str(error).splitlines()[0]})"
     work = torch.float32 if case.device == "mps" else torch.float64
     exact = run(reference, *(x.to(work) for x in (q, k, v)))

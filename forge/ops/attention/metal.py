@@ -42,8 +42,8 @@ def supports(case: Case) -> str | None:
 def instances(dtype: torch.dtype, D: int, which: str) -> dict[str, str]:
     """{name: the kernel with its template arguments} for a dtype, head_dim and design.
 
-    A tile of `rows` is 8 KB of float32 a side. From head_dim 80 on dK and dV are made by kernels of their own: the sums of
-    both would not stay in registers.
+    A tile of `rows` is at most 8 KB of float32 a side. From head_dim 80 on dK and dV are made by kernels of their own: the
+    sums of both would not stay in registers.
     """
     T = TYPES[dtype]
     end = f", {32 if D <= 64 else 16}" if which == "rows" else ""
