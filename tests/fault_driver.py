@@ -85,7 +85,7 @@ def doom(kind: int, start_s: float, most_steps: float) -> Callable[[float, int, 
             time.sleep(delay)
         return saving
 
-    return (lambda now, steps_done, saving: now > at, lambda now, steps_done, saving: steps_done > after,
+    return (lambda now, steps_done, saving: now > at or steps_done > 0, lambda now, steps_done, saving: steps_done > after,
             within_a_save)[kind]
 
 
