@@ -3,7 +3,7 @@ each time, and compares it with one that nobody disturbed: weights and moments t
 
 A third of the kills comes while the run begins, a third after some steps, a third within a save. Each life is forked from
 this process, which has loaded all that it needs and used none of it: so it begins at once. On a GPU, where a fork cannot
-be: --spawn.
+be: --spawn. What they leave lies in a temporary folder, which is kept when something was amiss.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +110,7 @@ def differences(one: str, other: str) -> list[str]:
 
 
 def main(kills: int, flags: list[str], spawn: bool) -> None:
+    os.chdir(folder_of_all := tempfile.mkdtemp(prefix="forge-kills-"))
     words = "the forge is hot and the iron is red so we strike while it glows".split()
     Path("text.txt").write_text(" ".join(random.Random(0).choices(words, k=5000)))
     train = ["train", "text.txt", *SETTINGS, "--train.steps", "300", *flags]
@@ -130,7 +133,9 @@ def main(kills: int, flags: list[str], spawn: bool) -> None:
             break
     found = differences("whole", "killed")
     print(f"{done} kills, {in_saves} of them inside a save: "
-          + (f"DIFFERENT: {', '.join(found)}" if found else "equal to the bit"))
+          + (f"DIFFERENT: {', '.join(found)}; see {folder_of_all}" if found else "equal to the bit"))
+    if not found:
+        shutil.rmtree(folder_of_all)
     raise SystemExit(bool(found) or done < kills)
 
 
