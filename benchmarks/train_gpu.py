@@ -88,7 +88,7 @@ def forge(arguments: list[str]) -> dict[str, Any]:
         result = json.loads(out.read_text())
     measured, config = result["measured"], result["config"]
     row = {"tokens_per_s": measured["tokens per s"], "step_ms": measured["step ms"], "tflops": measured["TFLOP/s"],
-           "mfu_percent": measured["MFU, % of the maker's peak"], "compile_s": measured["compile s"],
+           "mfu_percent": measured["MFU, % of the maker's bfloat16 peak"], "compile_s": measured["compile s"],
            "peak_gb": measured["peak memory GB"], "micro_batch": config["train"]["micro_batch"],
            "attention": config["train"]["attention"], "deterministic": config["train"]["deterministic"]}
     return row | ({"profile": result["profile"]} if "profile" in result else {})

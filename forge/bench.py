@@ -96,7 +96,8 @@ def bench_train(config: Config, *, steps: int = 20, profile: bool = False) -> di
     measured = {
         "tokens per s": tokens_per_s, "step ms": median, "fastest step ms": ms[0], "slowest step ms": ms[-1],
         "compile s": max(0.0, (records[0]["step_ms"] - median) / 1000) if config.train.compile else 0.0,
-        "TFLOP/s": flops / 1e12, "MFU, % of the maker's peak": 100 * flops / stated if stated else "unknown",
+        "TFLOP/s": flops / 1e12,
+        f"MFU, % of the maker's {config.train.dtype} peak": 100 * flops / stated if stated else "unknown",
         f"of a {config.train.dtype} product's TFLOP/s": product / 1e12, "share of it, %": 100 * flops / product,
         "peak memory GB": peak_memory(device) / 1e9, "planned memory GB": sum(plan.memory(config).values()) / 1e9}
     result: dict[str, Any] = {"measured": measured}

@@ -43,6 +43,8 @@ def choose(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
     if t.compile and not compiler:
         raise RequestError("--train.compile True: no C++ compiler is here (g++ or clang++, or the one that CXX names); "
                            "install one, or leave it out and train uncompiled")
+    if t.fp8 and (reason := machine.without_fp8(device)):
+        raise RequestError(f"--train.fp8: {reason}; leave it out")
     first = "bfloat16" if t.dtype == "auto" and device.type == "cuda" else "float32" if t.dtype == "auto" else t.dtype
     fits = case(m, device, first, mask)
     if t.attention != "auto":
@@ -60,7 +62,8 @@ def choose(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
     else:
         compiled = ("not compiled: no C++ compiler is here; with one (apt install g++) a step takes three quarters of "
                     "the time")
-    say(f"device: {chosen.device}, {chosen.threads} thread{'s' * (chosen.threads > 1)}, {chosen.dtype}, {compiled}{why}")
+    dtype = chosen.dtype + " and fp8" * chosen.fp8
+    say(f"device: {chosen.device}, {chosen.threads} thread{'s' * (chosen.threads > 1)}, {dtype}, {compiled}{why}")
     found = verdicts(case(m, device, chosen.dtype, mask))
     refused = "; ".join(f"{name}: {reason}" for name, reason in found.items() if reason)
     say(f"attention: {chosen.attention}" + (f" ({refused})" if refused else ""))

@@ -214,6 +214,9 @@ class TrainConfig:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the computation; weights and moments are float32"""
+    fp8: bool = False
+    """bfloat16, with the products of the blocks' layers in 8 bits while training: for models of 1b and more, on NVIDIA GPUs
+    from Ada and Hopper on"""
     compile: bool | None = None
     """torch.compile; None: where its compiler is found"""
     deterministic: bool = True
@@ -338,6 +341,13 @@ def validate(config: Config) -> Config:
         below = max(1, t.batch_tokens // m.seq_len) * m.seq_len
         raise RequestError(f"train.batch_tokens={t.batch_tokens} is no multiple of model.seq_len={m.seq_len}; "
                            f"set --train.batch-tokens {below} or {below + m.seq_len}")
+    if t.fp8:
+        if t.dtype == "float32":
+            raise RequestError("train.fp8 goes with bfloat16, and train.dtype is float32; leave one of them out")
+        for name, size in (("dim", m.dim), ("ffn_dim", m.ffn_dim), ("seq_len", m.seq_len), ("head_dim", m.head_dim)):
+            if size % 16:
+                raise RequestError(f"model.{name}={size}: train.fp8 needs multiples of 16; set "
+                                   f"--model.{name.replace('_', '-')} {-(-size // 16) * 16}, or leave --train.fp8 out")
     sequences = t.batch_tokens // m.seq_len
     if t.micro_batch and sequences % t.micro_batch:
         divisor = max(d for d in range(1, t.micro_batch + 1) if sequences % d == 0)

@@ -79,6 +79,14 @@ PEAKS = (("B300", 2250, 4500), ("B200", 2250, 4500), ("GH200", 989, 1979), ("H20
          ("RTX 3090", 71, None))
 
 
+def without_fp8(device: torch.device) -> str | None:
+    """Why the device cannot multiply in 8 bits; None: it can."""
+    if device.type != "cuda":
+        return "it needs an NVIDIA GPU"
+    have = torch.cuda.get_device_capability(device)
+    return None if have >= (8, 9) else f"it needs a GPU of compute capability 8.9 (Ada, Hopper) or newer, this is {have}"
+
+
 def peak_flops(dtype: str) -> float | None:
     """The dense rate, FLOP/s, that the maker of the GPU states; None: it is not in the table."""
     if not torch.cuda.is_available() or dtype not in ("bfloat16", "fp8"):

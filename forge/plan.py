@@ -27,13 +27,13 @@ def memory(c: Config) -> dict[str, float]:
     tokens = t.micro_batch * m.seq_len
     hidden = m.matrix_parameters - m.vocab_size * m.dim
     by_adamw = m.parameters - (hidden if c.optim.optimizer == "muon" else 0)
-    whole, mlp = kept_by_block(m, t.device == "cuda")
+    whole, mlp = kept_by_block(m, t.device == "cuda" and not t.fp8)
     layers = {"none": m.n_layers * whole, "selective": m.n_layers * (whole - mlp) + mlp,
               "full": m.n_layers * 2 * m.dim + whole}.get(t.recompute, m.n_layers * whole)
     chunk = min(tokens * m.vocab_size, GPU_CHUNK_LOGITS if t.device == "cuda" else CHUNK_LOGITS)
     return {"weights": 4 * m.parameters, "gradients": 4 * m.parameters,
             "moments": 4 * (m.parameters + by_adamw),
-            f"weights in {t.dtype}": item * hidden if item < 4 else 0,
+            f"weights in {'fp8' if t.fp8 else t.dtype}": (1 if t.fp8 else item) * hidden if item < 4 else 0,
             "activations": tokens * layers * item * (1 if t.compile else EAGER),
             "embeddings, head and loss": tokens * m.dim * (8 + 4 * item) + 2 * 4 * m.vocab_size * m.dim + chunk * item,
             "Muon": 16 * min(hidden, TOGETHER) if c.optim.optimizer == "muon" else 0}

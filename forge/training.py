@@ -326,7 +326,7 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
         if ahead:
             torch.cuda.set_stream(torch.cuda.Stream())      # a graph cannot be recorded on the default one
         with torch.device("meta"):
-            model = Transformer(m, getattr(torch, t.dtype), t.attention, t.recompute)
+            model = Transformer(m, getattr(torch, t.dtype), t.attention, t.recompute, t.fp8)
         model.to_empty(device=device)
         optimizers = optim.optimizers(model, c.optim, getattr(torch, t.dtype), compiled=bool(t.compile) and ahead)
         guard = Guard(device)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from forge.config import ModelConfig
+from forge.ops import float8
 from forge.ops.activated_linear import activated_linear, activation
 from forge.ops.attention import attention, packed
 from forge.ops.cross_entropy import linear_cross_entropy
@@ -38,19 +39,27 @@ class Cache:
 
 class Linear(nn.Linear):
     packed: Tensor | None = None        # the weight as decoding reads it, set by `packed` below
+    fp8 = False                         # while training
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return product(x, self.packed, self.bias)
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return linear(x, self.weight, self.bias, self.fp8 and self.training)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool) -> Tensor:
+    if not fp8:
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    y = float8.linear(x, weight)
+    return y if bias is None else y + bias.to(x.dtype)
 
 
 def joined(x: Tensor, linears: Sequence[Linear]) -> Tensor:
     """What several layers make of x, side by side, by one product: larger, so faster. Their weights and gradients stay
     apart."""
-    weight = torch.cat([linear.weight for linear in linears]).to(x.dtype)
-    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears]).to(x.dtype)
-    return F.linear(x, weight, bias)
+    first, weight = linears[0], torch.cat([each.weight for each in linears])
+    bias = None if first.bias is None else torch.cat([each.bias for each in linears])
+    return linear(x, weight, bias, first.fp8 and first.training)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -161,6 +170,8 @@ class MLP(nn.Module):
             swiglu = self.kind == "swiglu"
             return self.down(F.silu(self.gate(x)) * self.up(x) if swiglu else activation(self.up(x), self.kind))
         h = joined(x, (self.gate, self.up)) if self.kind == "swiglu" else self.up(x)
+        if self.down.fp8 and self.training:
+            return self.down(activation(h, self.kind))
         y = activated_linear(h, self.down.weight.to(x.dtype), self.kind)
         return y if self.down.bias is None else y + self.down.bias.to(x.dtype)
 
@@ -195,18 +206,22 @@ class Transformer(nn.Module):
 
     dtype: of the computation. backend: of attention but in decoding; None lets each call choose.
     recompute: what training computes again in the backward rather than keep (activation checkpointing, arXiv:1604.06174):
-    none, selective (each block's MLP), full (each block).
+    none, selective (each block's MLP), full (each block). fp8: whether training multiplies in 8 bits within the blocks
+    (ops.float8).
     """
 
     packed_head: Tensor | None = None
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, backend: str | None = None,
-                 recompute: str = "none") -> None:
+                 recompute: str = "none", fp8: bool = False) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.position = nn.Embedding(config.seq_len, config.dim) if config.position == "learned" else None
         self.blocks = nn.ModuleList(Block(config, layer, backend) for layer in range(config.n_layers))
+        for module in self.blocks.modules():
+            if isinstance(module, Linear):
+                module.fp8 = fp8
         self.norm = Norm(config.dim, config.norm)
         self.head = None if config.tied else Linear(config.dim, config.vocab_size, bias=False)
         self.dropout = nn.Dropout(config.dropout)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import test_activated_linear
 import test_cross_entropy
+import test_float8
 import test_packed
 import torch
 from safetensors.torch import load_file
@@ -54,6 +55,12 @@ def test_the_activations_equal_the_reference(dtype: torch.dtype, width: int, kin
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_attention_equals_the_reference(dtype: torch.dtype, variant: str) -> None:
     test_packed.compare(test_packed.VARIANTS[variant], dtype, "cuda", backend="triton")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(48, 96, 64), (4096, 3072, 8192)])
+def test_products_in_8_bits_equal_the_reference(shape: tuple[int, int, int], compiled: bool) -> None:
+    test_float8.compare(*shape, "cuda", compiled)
 
 
 def test_a_recording_does_what_the_function_does() -> None:
