@@ -80,6 +80,7 @@ def test_training_rounds_and_evaluation_does_not(mlp: str) -> None:
     ("--train.dtype float32", "train.fp8 goes with bfloat16"),
     ("--train.dtype auto --model.dim 24", "model.dim=24: train.fp8 needs multiples of 16; set --model.dim 32")])
 def test_what_cannot_be_is_said(flags: str, words: str, forge: Call) -> None:
-    outcome = forge("train", *TINY, "--model.n-heads", 1, "--model.ffn-dim", 32, "--train.device", "cpu", "--train.fp8", *flags.split())
+    shape = ("--model.n-heads", 1, "--model.ffn-dim", 32)
+    outcome = forge("train", *TINY, *shape, "--train.device", "cpu", "--train.fp8", *flags.split())
     assert outcome.code == 2
     assert words in outcome.err

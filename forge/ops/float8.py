@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MULTIPLE = 16       # of every size of a product, as torch._scaled_mm needs it
-LEAST = 1e-12       # the largest number of an operand counts as at least that, so that zeros give zeros
+LEAST = 1e-30       # the largest number of an operand counts as at least that, so that zeros give zeros
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
