@@ -32,7 +32,7 @@ FORGE = {"forge gpt2-124m": ["--preset", "gpt2-124m", "--model.no-bias", "--prof
          "forge 30m": ["--preset", "30m", "--profile"],
          "forge 1b": ["--preset", "1b", "--bench-steps", "3"],
          "forge 3b": ["--preset", "3b", "--bench-steps", "2", "--train.batch-tokens", "524288"]}
-PEAK = "\nimport torch; print('peak bytes', torch.cuda.max_memory_allocated())"
+PEAK = "\nimport torch; print('peak bytes', torch.cuda.max_memory_reserved())"
 
 
 def nanogpt(folder: Path, batch: int) -> dict[str, float]:
@@ -72,7 +72,7 @@ def nanochat_step(folder: str, depth: int = 12, batch: int = 32, T: int = 2048, 
     step_s = statistics.median(times[3:])
     flops = 6 * matrices + 12 * depth * heads * head_dim * (T + 1) / 2
     return {"tokens_per_s": STEP_TOKENS / step_s, "step_ms": 1000 * step_s, "flops_per_token": flops,
-            "tflops": flops * STEP_TOKENS / step_s / 1e12, "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+            "tflops": flops * STEP_TOKENS / step_s / 1e12, "peak_gb": torch.cuda.max_memory_reserved() / 1e9}
 
 
 def nanochat(folder: Path) -> dict[str, float]:

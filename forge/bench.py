@@ -190,9 +190,10 @@ def kernels(events: Sequence[FunctionEvent], steps: int, most: int = 40) -> list
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of the device's allocator on a GPU, of the process on a CPU."""
+    """Bytes: on a GPU what torch took of it, on a CPU what the process did. What a recorded step needs stays taken between
+    its replays, and torch does not count it as allocated then."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_reserved()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -27,7 +27,7 @@ def memory(c: Config) -> dict[str, float]:
     tokens = t.micro_batch * m.seq_len
     hidden = m.matrix_parameters - m.vocab_size * m.dim
     by_adamw = m.parameters - (hidden if c.optim.optimizer == "muon" else 0)
-    whole, mlp = kept_by_block(m, t.device == "cuda" and not t.fp8)
+    whole, mlp = kept_by_block(m, t.device == "cuda")
     layers = {"none": m.n_layers * whole, "selective": m.n_layers * (whole - mlp) + mlp,
               "full": m.n_layers * 2 * m.dim + whole}.get(t.recompute, m.n_layers * whole)
     chunk = min(tokens * m.vocab_size, GPU_CHUNK_LOGITS if t.device == "cuda" else CHUNK_LOGITS)
