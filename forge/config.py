@@ -204,7 +204,7 @@ class TrainConfig:
     eval_every: Count | None = None
     """steps between evaluations; None: so that they take about a twentieth of the time; 0: only at the end"""
     sample_every: Count | None = None
-    """steps between samples; None: with every fourth evaluation; 0: never"""
+    """steps between samples; None: with every fourth evaluation, and two at the end; 0: never"""
     save_every: Count | None = None
     """steps between checkpoints; None: with every evaluation; 0: only at the end"""
     keep: Positive = 2

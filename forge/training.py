@@ -198,7 +198,7 @@ def budget(c: Config, tokens: Tokens, valid_tokens: int, say: Say) -> Config:
         say(f"budget: {t.tokens:,} tokens ({how}); --train.minutes, --train.steps or --train.tokens set another")
     every = max(1, round(10 * valid_tokens / t.batch_tokens))       # a forward costs about half a step's token, or less
     t = replace(t, eval_every=every if t.eval_every is None else t.eval_every)
-    t = replace(t, sample_every=4 * (t.eval_every or 0) if t.sample_every is None else t.sample_every,
+    t = replace(t, sample_every=4 * (t.eval_every or 0) or None if t.sample_every is None else t.sample_every,
                 save_every=t.eval_every if t.save_every is None else t.save_every)
     planned = min([n for n in (t.tokens, t.steps and t.steps * t.batch_tokens) if n], default=0)
     limits = [f"{t.steps:,} steps" if t.steps else "", f"{t.tokens:,} tokens" if t.tokens else "",
@@ -591,10 +591,9 @@ def report(run: Path, c: Config, at: Progress, tokens: Tokens, model: Transforme
     say(console, f"\ndone: {at.step:,} steps, {at.step * c.train.batch_tokens:,} tokens ({rounds:.1f} rounds over the "
         f"text) in {duration(at.elapsed_s)}; best validation loss {at.best_loss:.4f} nats per token at step "
         f"{at.best_step:,}")
-    for seed in (1, 2):
+    for seed in (1, 2) if c.train.sample_every != 0 else ():
         say(console, f"\n--- sample {seed}\n{write(model, tokenizer, seed, 300, stop)}")
-    say(console, f"---\n\nThe run lies in {run}. Next:\n"
-        + next_commands(run, c, at))
+    say(console, f"---\n\nThe run lies in {run}. Next:\n" + next_commands(run, c, at))
 
 
 def next_commands(run: Path, c: Config, at: Progress) -> str:

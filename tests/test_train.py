@@ -47,7 +47,7 @@ def test_it_learns_a_known_text_and_writes_it(forge: Call, tmp_path: Path) -> No
     line = "the quick brown fox jumps over the lazy dog.\n"
     (tmp_path / "fox.txt").write_text(line * 200)
     done = forge("train", "fox.txt", "--run", "r", *TINY, "--model.dim", 32, "--model.seq-len", 64, "--train.batch-tokens",
-                 1024, "--train.steps", 150, "--optim.lr", 0.01)
+                 1024, "--train.steps", 150, "--optim.lr", 0.01, "--train.sample-every", 1000)
     assert done.code == 0, done.err
     last = records("r")[-1]
     assert last["val_loss"] < 0.2, last
@@ -60,6 +60,7 @@ def test_it_learns_a_known_text_and_writes_it(forge: Call, tmp_path: Path) -> No
     assert (score.loss, score.bpb) == (pytest.approx(last["val_loss"]), pytest.approx(last["val_bpb"]))
     assert f"{score.bpb:.4f} bits per byte" in forge("eval", "r", "--checkpoint", "latest").out
     assert evaluate("r", ("fox.txt",)).bytes == 9000
+    assert "--- sample" not in forge("train", "fox.txt", *TINY, "--train.steps", 1).out      # TINY: --train.sample-every 0
 
 
 def forget(run: str, step: int) -> None:
