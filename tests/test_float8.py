@@ -51,10 +51,14 @@ def test_zeros_give_zeros_and_what_is_no_number_is_seen() -> None:
         assert not float8.linear(x, weight)[3].isfinite().any()
 
 
-def step(fp8: bool, config: ModelConfig = CONFIG) -> tuple[Transformer, Tensor, Tensor]:
+def step(fp8: bool, config: ModelConfig = CONFIG, recompute: str = "none", compiled: bool = False
+         ) -> tuple[Transformer, Tensor, Tensor]:
     """A model, its loss with gradients, and its loss when it is evaluated."""
-    model = Transformer(config, torch.bfloat16, "blocked", fp8=fp8)
+    model = Transformer(config, torch.bfloat16, "blocked", recompute, fp8)
     init_weights(model, 0)
+    if compiled:
+        torch._dynamo.reset()
+        model.compile(fullgraph=True, dynamic=False, backend="aot_eager")
     tokens = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
     loss = model.train()(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
@@ -73,6 +77,17 @@ def test_training_rounds_and_evaluation_does_not(mlp: str) -> None:
         assert q.grad is not None
         if p.dim() == 2:
             assert distance(p.grad, q.grad) < 0.35, name        # twenty roundings of 3 bits from one
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_or_compiled_whole_it_is_the_same(recompute: str, compiled: bool) -> None:
+    (model, loss, _), (other, same, _) = step(True), step(True, recompute=recompute, compiled=compiled)
+    assert abs(loss - same) < 1e-3
+    for (name, p), (_, q) in zip(model.named_parameters(), other.named_parameters()):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert distance(p.grad, q.grad) < (0.05 if compiled else 1e-6), name
 
 
 @pytest.mark.parametrize(("flags", "words"), [
