@@ -74,4 +74,4 @@ def test_the_plan_is_what_an_h200_took() -> None:
     """3b, as torch counted it when the step was recorded, and the moments that come after (docs/RESULTS.md)."""
     for fp8, micro_batch, took in ((False, 8, 108.7 + 13.8), (True, 4, 61.1 + 13.8)):
         c = resolved("3b", fp8=fp8, micro_batch=micro_batch, recompute="none")
-        assert took < sum(plan.memory(c).values()) / 1e9 < 1.06 * took
+        assert took < sum(plan.memory(c).values()) / 1e9 < 1.15 * took
