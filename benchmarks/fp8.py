@@ -3,7 +3,8 @@
     python benchmarks/fp8.py TEXT
 
 TEXT: some million tokens. 1b takes 50 steps of 65,536 tokens with fp8, without, and without with another seed; the measure
-is the mean |difference| of the losses over the last 20. Writes benchmarks/results/fp8.json as far as it has come.
+is the mean |difference| of the losses over the last 20. Writes benchmarks/results/fp8.json as far as it has come; what is
+there is not measured again.
 """
 
 from __future__ import annotations
@@ -51,16 +52,18 @@ def losses(text: str, kind: str, seed: int, scratch: Path) -> list[float]:
 
 
 def main(text: str) -> None:
-    found: dict[str, Any] = {"environment": environment(torch.device("cuda"))}
-    del found["environment"]["argv"]
+    found: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    if not found:
+        found["environment"] = environment(torch.device("cuda")) | {"argv": []}
     with tempfile.TemporaryDirectory() as name:
-        for kind in FLAG:
+        for kind in FLAG if "3b fp8" not in found else ():      # both in one run
             found[f"3b {kind}"] = bench(kind, Path(name))
             KEPT.write_text(json.dumps(found, indent=1) + "\n")
         print(f"3b: {found['3b fp8']['tokens per s'] / found['3b bfloat16']['tokens per s']:.3f} x bfloat16", flush=True)
         known = "1b bfloat16 seed 1"
         for kind, seed in (("bfloat16", 1), ("fp8", 1), ("bfloat16", 2)):
-            found[at := f"1b {kind} seed {seed}"] = losses(text, kind, seed, Path(name))
+            if (at := f"1b {kind} seed {seed}") not in found:
+                found[at] = losses(text, kind, seed, Path(name))
             KEPT.write_text(json.dumps(found, indent=1) + "\n")
             apart = sum(abs(x - y) for x, y in zip(found[at][-COMPARED:], found[known][-COMPARED:])) / COMPARED
             print(f"{at} against {known}: {apart:.4f} nats, at the end {found[at][-1]:.4f}", flush=True)

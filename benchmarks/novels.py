@@ -1,7 +1,8 @@
 """What two minutes on one NVIDIA GPU buy: bits per byte on novels that were not trained on, Forge beside nanochat.
 
-    python benchmarks/novels.py NOVELS NANOCHAT    three seeds of Forge, nanochat's d12 and d8, in turns
-    python benchmarks/novels.py NOVELS             Forge alone, on a part of the training novels, to choose its recipe
+    python benchmarks/novels.py NOVELS NANOCHAT nanochat    its d12 and d8
+    python benchmarks/novels.py NOVELS NANOCHAT forge       three seeds of Forge, on the same machine and at once
+    python benchmarks/novels.py NOVELS                      Forge, on a part of the training novels: to choose its recipe
 
 NOVELS holds train-*.jsonl.bz2 and valid-00.jsonl.bz2, NANOCHAT a clone of karpathy/nanochat. Each trains for as many steps
 as fit into 120 s, found by a short run before; what is compiled in the first steps is not counted, nor is the evaluation.
@@ -111,28 +112,31 @@ class Nanochat:
         return row
 
 
-def main(novels: Path, nanochat: Path | None) -> None:
+def main(novels: Path, nanochat: Path | None, part: str = "forge") -> None:
     lines, valid = ([line for file in sorted(novels.glob(f"{part}-*.jsonl.bz2"))
                      for line in bz2.decompress(file.read_bytes()).decode().splitlines(keepends=True)]
                     for part in ("train", "valid"))
     if nanochat is None:
         lines, valid = [line for i, line in enumerate(lines) if i % 12 != 5], lines[5::12]
-    found: dict[str, Any] = {"seconds": SECONDS, "recipe": RECIPE, "bpe": BPE,
-                             "environment": environment(torch.device("cuda"))}
+    kept = Path(__file__).parent / "results" / "novels.json"
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    found |= {"seconds": SECONDS, "recipe": RECIPE, "bpe": BPE,
+              "environment": environment(torch.device("cuda")) | {"argv": []}}
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        for part, text in (("train", lines), ("valid", valid)):
-            (scratch / f"{part}.jsonl").write_text("".join(text), encoding="utf-8")
-        forge("data", "prepare", scratch / "train.jsonl", "--valid", scratch / "valid.jsonl", "--tokenizer", "bpe",
-              "--bpe-vocab", BPE, "--out", scratch / "data")
-        if nanochat is not None:
+        if nanochat is not None and part == "nanochat":
             texts = ([json.loads(line)["text"] for line in part] for part in (lines, valid))
             peer = Nanochat(nanochat, scratch, *texts)
-            found["nanochat"] = [peer.in_time(depth) for depth in (12, 8)]
-        found["forge"] = train_forge(scratch / "data", scratch, SEEDS if nanochat else SEEDS[:1])
+            found[part] = [peer.in_time(depth) for depth in (12, 8)]
+        else:
+            for name, text in (("train", lines), ("valid", valid)):
+                (scratch / f"{name}.jsonl").write_text("".join(text), encoding="utf-8")
+            forge("data", "prepare", scratch / "train.jsonl", "--valid", scratch / "valid.jsonl", "--tokenizer", "bpe",
+                  "--bpe-vocab", BPE, "--out", scratch / "data")
+            found["forge"] = train_forge(scratch / "data", scratch, SEEDS if nanochat else SEEDS[:1])
     if nanochat is not None:
-        (Path(__file__).parent / "results" / "novels.json").write_text(json.dumps(found, indent=1) + "\n")
+        kept.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None, *sys.argv[3:])
