@@ -83,8 +83,10 @@ def without_fp8(device: torch.device) -> str | None:
     """Why the device cannot multiply in 8 bits; None: it can."""
     if device.type != "cuda":
         return "it needs an NVIDIA GPU"
-    have = torch.cuda.get_device_capability(device)
-    return None if have >= (8, 9) else f"it needs a GPU of compute capability 8.9 (Ada, Hopper) or newer, this is {have}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= (8, 9):
+        return None
+    return f"it needs compute capability 8.9 (Ada, Hopper) or newer, and this GPU has {major}.{minor}"
 
 
 def peak_flops(dtype: str) -> float | None:

@@ -592,8 +592,8 @@ def report(run: Path, c: Config, at: Progress, tokens: Tokens, model: Transforme
         f"text) in {duration(at.elapsed_s)}; best validation loss {at.best_loss:.4f} nats per token at step "
         f"{at.best_step:,}")
     for seed in (1, 2) if c.train.sample_every != 0 else ():
-        say(console, f"\n--- sample {seed}\n{write(model, tokenizer, seed, 300, stop)}")
-    say(console, f"---\n\nThe run lies in {run}. Next:\n" + next_commands(run, c, at))
+        say(console, f"\n--- sample {seed}\n{write(model, tokenizer, seed, 300, stop)}" + "\n---" * (seed == 2))
+    say(console, f"\nThe run lies in {run}. Next:\n" + next_commands(run, c, at))
 
 
 def next_commands(run: Path, c: Config, at: Progress) -> str:

@@ -8,6 +8,7 @@ from conftest import TINY
 from test_train import Call
 from torch import Tensor
 
+from forge import machine
 from forge.config import ModelConfig
 from forge.model.transformer import Transformer, init_weights
 from forge.ops import float8
@@ -99,3 +100,10 @@ def test_what_cannot_be_is_said(flags: str, words: str, forge: Call) -> None:
     outcome = forge("train", *TINY, *shape, "--train.device", "cpu", "--train.fp8", *flags.split())
     assert outcome.code == 2
     assert words in outcome.err
+
+
+def test_which_gpus_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, words in (((8, 6), "this GPU has 8.6"), ((8, 9), ""), ((9, 0), ""), ((12, 0), "")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert words in (machine.without_fp8(torch.device("cuda")) or "")
+        assert bool(words) == bool(machine.without_fp8(torch.device("cuda")))

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MULTIPLE = 16       # of every size of a product, as torch._scaled_mm needs it
 LEAST = 1e-30       # the largest number of an operand counts as at least that, so that zeros give zeros
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T, (..., N), in x's dtype.
 
-    x (..., K) bfloat16; weight (N, K) in a wider dtype, whose gradient has that dtype. The number of x's rows, N and K are
-    multiples of 16. A GPU below compute capability 8.9 cannot do it.
+    x (..., K) bfloat16; weight (N, K) float32, as is its gradient. The number of x's rows, N and K are multiples of 16.
+    RuntimeError for others, and on a GPU below compute capability 8.9.
     """
     return Linear8.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
