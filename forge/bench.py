@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity
 
 from forge import machine, plan
-from forge.config import Config, RequestError, load_json
+from forge.config import Config, Interrupted, RequestError, load_json
 from forge.generate import ROWS, Row, next_logits
 from forge.model.transformer import Transformer, init_weights
 from forge.training import train
@@ -76,6 +76,8 @@ def bench_train(config: Config, *, steps: int = 20, profile: bool = False) -> di
         try:
             with contextlib.redirect_stdout(spoken), contextlib.suppress(Enough):
                 train(config, run=run)
+        except Interrupted as error:
+            raise Interrupted("stopped; nothing is kept", error.exit_code - 128) from None
         finally:
             hook.remove()
         profiled_s = time.perf_counter() - before

@@ -32,19 +32,27 @@ TUNE_GAIN = 0.02        # ... and the part of a step that it may save
 GPU_RATE = 0.4          # what a step reaches of the rate of a matrix product
 
 
-def choose(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
-    """The config with device, dtype, threads, compile, attention, micro-batch and recomputation filled in, each with its
-    reason.
-
-    mask: whether windows hold several documents. Raises RequestError for what was asked for and cannot be had.
-    """
-    m, t = c.model, c.train
-    compiler = machine.compiler()
-    if t.compile and not compiler:
+def require(c: Config, device: torch.device) -> None:
+    """Raises RequestError for what was asked for and cannot be had here, as far as no text need be read to tell."""
+    t = c.train
+    if t.compile and not machine.compiler():
         raise RequestError("--train.compile True: no C++ compiler is here (g++ or clang++, or the one that CXX names); "
                            "install one, or leave it out and train uncompiled")
     if t.fp8 and (reason := machine.without_fp8(device)):
         raise RequestError(f"--train.fp8: {reason}; leave it out")
+    if (name := t.attention.split(" ")[0]) not in ("auto", *BACKENDS):
+        raise RequestError(f"--train.attention {name}: there is no such backend; {nearest(name, ['auto', *BACKENDS])}")
+
+
+def choose(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
+    """The config with device, dtype, threads, compile, attention, micro-batch and recomputation filled in, each with its
+    reason.
+
+    mask: whether windows hold several documents. Raises RequestError for an attention that cannot be had; `require` comes
+    before.
+    """
+    m, t = c.model, c.train
+    compiler = machine.compiler()
     first = "bfloat16" if t.dtype == "auto" and device.type == "cuda" else "float32" if t.dtype == "auto" else t.dtype
     fits = case(m, device, first, mask)
     if t.attention != "auto":
@@ -99,10 +107,8 @@ def on_gpu(c: Config, case: Case) -> str:
 
 
 def require_backend(name: str, case: Case) -> None:
-    """Raises RequestError unless there is such a backend, it can do this and passes its probe here."""
-    if (backend := name.split(" ")[0]) not in BACKENDS:
-        raise RequestError(f"--train.attention {name}: there is no such backend; {nearest(name, ['auto', *BACKENDS])}")
-    if reason := verdict(backend, case):
+    """Raises RequestError unless the backend can do this and passes its probe here."""
+    if reason := verdict(name.split(" ")[0], case):
         raise RequestError(f"--train.attention {name}: {reason}; leave it out, or name another of {able(*case)}")
 
 

@@ -213,8 +213,9 @@ class DoctorCommand:
 class BenchTrainCommand:
     """Trains some steps just as `forge train` would and says how fast they are; nothing is kept.
 
-    Tokens a second and a step's time are medians of the steps after the first three; the first step's surplus is the
-    time to compile.
+    Tokens a second and a step's time are medians of the steps after the first three; the first step's surplus is given as
+    the time to compile: little when the compiler's cache, or a trial before the run, has what it needs. Budget and
+    intervals of the settings are not looked at.
     """
 
     bench_steps: int = 20
@@ -636,9 +637,14 @@ def shown(value: object) -> str:
 
 def usable(out: str | None, flag: str = "--out") -> None:
     """Raises RequestError, before the work is done, for a file that could not be written after it."""
-    if out and (Path(out).is_dir() or not Path(out).absolute().parent.is_dir()):
-        raise RequestError(f"{flag} {out}: {'this is a folder' if Path(out).is_dir() else 'there is no such folder'}; name "
-                           "a file in a folder that is there")
+    if out is None:
+        return
+    parent = Path(out).absolute().parent
+    reason = ("this is a folder" if Path(out).is_dir() or out.endswith(("/", os.sep)) else
+              "there is no such folder" if not parent.is_dir() else
+              "this folder may not be written to" if not os.access(parent, os.W_OK) else "")
+    if reason:
+        raise RequestError(f"{flag} {out}: {reason}; name a file in a folder that is there")
 
 
 def save(out: str | None, result: dict[str, Any]) -> None:
@@ -737,7 +743,8 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:                # a disk that is full, or gone
         if debug:
             raise
-        print(f"forge: {error}; what was half made is removed", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"forge: {where}{error.strerror or error}; what was half made is removed", file=sys.stderr)
         return 1
 
 

@@ -218,12 +218,12 @@ class TrainConfig:
     """bfloat16, with the products of the blocks' layers in 8 bits while training: for models of 1b and more, on NVIDIA GPUs
     from Ada and Hopper on"""
     compile: bool | None = None
-    """torch.compile; None: where its compiler is found"""
+    """torch.compile; None: where its compiler is found and the run gains by it"""
     deterministic: bool = True
     attention: str = "auto"
-    """a backend by name; auto: the first that passes its check"""
+    """a backend by name; auto: the fastest of those that pass their check"""
     threads: Count = 0
-    """CPU threads; 0: as torch finds them"""
+    """CPU threads; 0: as torch finds them, or fewer where that is faster"""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Metrics:
             self.bar.update(self.task, completed=progress, step=f"step {record['step']:,}", text=text)
         elif "val_bpb" in record or time.monotonic() - self.last_line >= LINE_EVERY_S:
             self.last_line = time.monotonic()
-            self.say(f"step {record['step']:,}  {100 * progress:.0f} %  {text}")
+            self.say(f"step {record['step']:,}  {100 * min(progress, 1):.0f} %  {text}")
 
     def append(self, record: dict[str, Any]) -> None:
         """One line, on its way to the disk when this returns. While the disk is full it waits for the next one."""

@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from forge import checkpoint, config, generate, machine, optim, plan
-from forge.choices import choose
+from forge.choices import choose, require
 from forge.config import Config, Failure, Interrupted, RequestError, validate
 from forge.data import prepare
 from forge.data.loader import Batch, Feed, Tokens, needs_mask
@@ -97,12 +97,12 @@ def resume(run: str | Path, config: Config | None = None, *, agree: Callable[[],
     """
     run, console = Path(run), Console()
     saved = load_config(run, "--resume")
-    config = validate(config) if config else saved
+    config = settled(validate(config), saved) if config else saved
     changes = differences(asdict(saved), asdict(config))
     for key, (old, new) in changes.items():
         if key not in CHANGEABLE:
-            raise RequestError(f"--{key.replace('_', '-')} {new}: this run has {old}, and with another it would be "
-                               f"another run. Leave it out, or begin a new run without --resume")
+            raise RequestError(f"{key}={new}: this run has {old}, and with another it would be another run. Leave "
+                               f"--{key.replace('_', '-')} out, or begin a new run without --resume")
     done, t = (checkpoint.steps(run) or [0])[-1], config.train
     if changes and ((t.steps or done) < done or (t.tokens or done * t.batch_tokens) < done * t.batch_tokens):
         raise RequestError(f"{run} is at step {done:,} ({done * t.batch_tokens:,} tokens) already; give it a larger budget, "
@@ -112,6 +112,18 @@ def resume(run: str | Path, config: Config | None = None, *, agree: Callable[[],
     if changes:
         agree()
     return loop(config, run, console, save_config=bool(changes))
+
+
+def settled(c: Config, saved: Config) -> Config:
+    """c with what it leaves to be derived filled in. Raises RequestError for a run without an end."""
+    t, s = c.train, saved.train
+    if not (t.steps or t.tokens or t.minutes):
+        raise RequestError("without --train.steps, --train.tokens and --train.minutes the run would have no end; give one")
+    t = replace(t, eval_every=s.eval_every if t.eval_every is None else t.eval_every,
+                sample_every=s.sample_every if t.sample_every is None else t.sample_every,
+                save_every=s.save_every if t.save_every is None else t.save_every)
+    c = replace(c, train=t)
+    return plan.fit(c, machine.pick_device(t.device))[0] if t.micro_batch == 0 or t.recompute == "auto" else c
 
 
 def load_config(run: Path, flag: str) -> Config:
@@ -137,6 +149,7 @@ def new_run(c: Config, folder: Path, say: Say) -> Config:
     c = validate(c)
     device = machine.pick_device(c.train.device)
     machine.settle_cpu(c.train.threads)
+    require(c, device)
     theirs = load_config(Path(c.init), "--init") if c.init else None
     tokenizer = Tokenizer.load(Path(c.init) / "tokenizer.json") if c.init else None
     folder.mkdir(parents=True)
@@ -331,12 +344,12 @@ def loop(c: Config, run: Path, console: Console, *, save_config: bool = False) -
         optimizers = optim.optimizers(model, c.optim, getattr(torch, t.dtype), compiled=bool(t.compile) and ahead)
         guard = Guard(device)
         at = restore(run, c, model, optimizers, guard, lambda text: say(console, text))
+        if save_config:
+            config.save_json(c, run / "config.json")
         if at.of(c) >= 1:
             say(console, f"{run} is finished: step {at.step:,}. To go on, give it a larger budget: {longer(c, at)}; "
                 f"to see it write: forge sample {run}")
             return run
-        if save_config:
-            config.save_json(c, run / "config.json")
         if at.step:
             say(console, f"resumed {run} at step {at.step:,}")
         if t.compile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch.autograd import DeviceType
 
 from forge import bench, machine
+from forge.config import Interrupted
+from forge.presets import preset
 
 
 @pytest.mark.parametrize(("name", "bfloat16", "fp8"), [
@@ -44,3 +47,13 @@ def test_a_profile_of_a_gpu_is_parted_by_kernels() -> None:
     assert parts["idle"][1] == pytest.approx(50 / 900)
     assert next(iter(parts)) == "matrix products"
     assert bench.kernels(EVENTS, steps=2, most=2) == [("nvjet_tst_256x128", 0.2, 0.5), ("dkdv_kernel", 0.05, 0.5)]
+
+
+def test_a_signal_ends_it_and_nothing_is_said_to_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise Interrupted("stopped and saved; go on with: forge train --resume gone", signal.SIGTERM)
+
+    monkeypatch.setattr(bench, "train", stopped)
+    with pytest.raises(Interrupted, match=r"^stopped; nothing is kept$") as caught:
+        bench.bench_train(preset("shakespeare"))
+    assert caught.value.exit_code == 143

@@ -179,6 +179,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (["eval", "RUN", "nofile.txt", "--tasks", "copa"], ["nofile.txt", "no such file"]),
     (["bench", "generate", "--out", "/nowhere/b.json"], ["/nowhere/b.json", "no such folder"]),
     (["bench", "train", "--out", "/nowhere/b.json"], ["/nowhere/b.json", "no such folder"]),
+    (["bench", "train", "--out", "new/"], ["new/", "this is a folder"]),
+    (["bench", "train", "--out", ""], ["this is a folder"]),
     (["data", "info", "RUN"], ["no folder", "RUN/data"]), (["tokenizer", "comp"], ["did you mean compare?"]),
     (["bench", "generate", "--preset", "gpt3"], ["gpt3", "did you mean"]), (["bench", "train", "--preset", "x"], ["x"])])
 def test_a_wrong_request_of_a_run(argv: list, words: list[str], forge: Call, trained: Path, own_folder: Path) -> None:

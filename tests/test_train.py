@@ -163,8 +163,25 @@ def test_a_finished_run_says_so_and_a_longer_budget_goes_on(forge: Call, text_fi
     assert [line["step"] for line in records("r")] == [1, 2, 3, 4, 5]
     refused = forge("train", "--resume", "r", "--model.dim", 32)
     assert refused.code == 2
-    assert "--model.dim 32: this run has 16" in refused.err
+    assert "model.dim=32: this run has 16" in refused.err
     assert forge("train", "--resume", "r", "--preset", "30m").code == 2
+
+
+def test_what_is_left_to_be_derived_is_derived_when_a_run_goes_on(forge: Call, text_file: Path) -> None:
+    forge("train", text_file, *TINY, "--train.steps", 3, "--train.micro-batch", 2, "--run", "r")
+    before = json.loads(Path("r/config.json").read_text())["train"]
+    endless = forge("train", "--resume", "r", "--train.steps", "None", "--yes")
+    assert endless.code == 2
+    assert "the run would have no end" in endless.err
+    left = ("--train.micro-batch", 0, "--train.recompute", "auto", "--train.eval-every", "None")
+    again = forge("train", "--resume", "r", *left, "--yes")      # finished: the change is kept nevertheless
+    assert again.code == 0, again.err
+    assert "change: train.micro_batch 2 -> 8" in again.out
+    assert "is finished" in again.out
+    assert json.loads(Path("r/config.json").read_text())["train"] == before | {"micro_batch": 8}
+    longer = forge("train", "--resume", "r", *left, "--train.steps", 5, "--yes")
+    assert longer.code == 0, longer.err
+    assert [line["step"] for line in records("r")] == [1, 2, 3, 4, 5]
 
 
 def test_accumulated_equals_at_once(forge: Call, text_file: Path) -> None:
