@@ -1,4 +1,4 @@
-"""A linear layer whose three products run in 8 bits, which Hopper and newer GPUs multiply twice as fast as 16.
+"""A linear layer whose three products run in 8 bits, which GPUs from Ada and Hopper on multiply twice as fast as 16.
 
 Each operand is scaled by one number to the top of its format's range, found anew each time (tensorwise, dynamic scaling;
 arXiv:2209.05433 §3): activations and weights in e4m3, gradients in e5m2. Written in PyTorch: the compiler makes scaling and
