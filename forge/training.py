@@ -101,8 +101,8 @@ def resume(run: str | Path, config: Config | None = None, *, agree: Callable[[],
     changes = differences(asdict(saved), asdict(config))
     for key, (old, new) in changes.items():
         if key not in CHANGEABLE:
-            raise RequestError(f"{key}={new}: this run has {old}, and with another it would be another run. Leave "
-                               f"--{key.replace('_', '-')} out, or begin a new run without --resume")
+            raise RequestError(f"--{key.replace('_', '-')} {new}: this run has {old}, and with another it would be "
+                               f"another run. Leave it out, or begin a new run without --resume")
     done, t = (checkpoint.steps(run) or [0])[-1], config.train
     if changes and ((t.steps or done) < done or (t.tokens or done * t.batch_tokens) < done * t.batch_tokens):
         raise RequestError(f"{run} is at step {done:,} ({done * t.batch_tokens:,} tokens) already; give it a larger budget, "

@@ -163,7 +163,7 @@ def test_a_finished_run_says_so_and_a_longer_budget_goes_on(forge: Call, text_fi
     assert [line["step"] for line in records("r")] == [1, 2, 3, 4, 5]
     refused = forge("train", "--resume", "r", "--model.dim", 32)
     assert refused.code == 2
-    assert "model.dim=32: this run has 16" in refused.err
+    assert "--model.dim 32: this run has 16" in refused.err
     assert forge("train", "--resume", "r", "--preset", "30m").code == 2
 
 
