@@ -174,6 +174,27 @@ def test_a_broken_backend_is_refused_with_its_reason(kind: str, words: str, monk
         module.verdict.cache_clear()
 
 
+def test_a_broken_backward_is_refused_where_gradients_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = reference.attend(*arguments)
+        return out + (out - out.detach()), lse      # the same output, twice the gradient
+
+    monkeypatch.setitem(BACKENDS, "sdpa", SimpleNamespace(supports=lambda case: None, attend=attend))  # type: ignore[arg-type]
+    assert "dq is off" in str(probe("sdpa", CASE))
+    assert probe("sdpa", CASE._replace(backward=False)) is None
+
+
+@pytest.mark.parametrize(("training", "gradients"), [(True, True), (True, False), (False, True)])
+def test_the_choice_knows_whether_gradients_are_asked_for(training: bool, gradients: bool,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(module, "choose", lambda long, *case: seen.append(Case(*case).backward) or "reference")
+    q = torch.randn(1, 4, 2, 8, requires_grad=gradients)
+    with torch.set_grad_enabled(training):
+        attention(q, q.detach(), q.detach())
+    assert seen == [training and gradients]
+
+
 @pytest.mark.parametrize("name", HERE)
 def test_sound_backends_pass_the_probe(name: str) -> None:
     assert probe(name, CASE) is None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forge.memory import Memory, processor_name
 from forge.ops.attention import blocked, metal, reference, sdpa, triton
+from forge.ops.attention.custom_op import wanted
 
 # A backend is a module with
 #   supports(case: Case) -> None, or the reason why not
@@ -41,6 +42,7 @@ class Case(NamedTuple):
     starts: bool
     softcap: bool
     lse: bool
+    backward: bool = True   # whether gradients are asked for; else only the forward is checked and measured
 
     def text(self) -> str:
         """As the file of measurements names it."""
@@ -97,7 +99,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
         raise ValueError(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
     # index and not: while compiling, a size may be a symbol, and a choice needs its value
     case = Case(q.device.type, q.dtype, operator.index(D), not H == K, not T != S, not T != 1, causal, window is not None,
-                starts is not None, softcap is not None, return_lse)
+                starts is not None, softcap is not None, return_lse, wanted(q, k, v))
     if backend is None:
         name = choose(not T <= SHORT, *case)
     elif reason := unsupported(name, *case):
@@ -133,7 +135,7 @@ def choose(long: bool, *case: Any) -> str:
 
 @functools.cache
 def fastest(case: Case, T: int, H: int, K: int) -> str:
-    """The backend that needs the least time for a forward and backward of T queries, H heads, K key heads.
+    """The backend that needs the least time for T queries, H heads and K key heads, forward and where asked for backward.
 
     Measured once on this machine, in turns, and remembered; a lone candidate is not measured."""
     names = passing(case)
@@ -160,18 +162,19 @@ def tuned(case: Case, T: int, H: int, K: int) -> str:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def attend_ms(name: str, case: Case, T: int, H: int, K: int) -> float:
-    """Milliseconds of one forward and backward. On a GPU its own time, without the host's launches; elsewhere nothing goes
-    before it, so call it more than once."""
+    """Milliseconds of one forward, and where asked for backward. On a GPU its own time, without the host's launches;
+    elsewhere nothing goes before it, so call it more than once."""
     gpu = case.device == "cuda"
     B = 1 if case.device == "cpu" else max(1, 2 ** (19 if gpu else 17) // (T * H))
     T, S = (1, 2 * SHORT) if case.single else (T, T if case.square else 2 * T)
-    q, k, v = (x.requires_grad_() for x in random_inputs(case, (B, T, H), (B, S, K), (B, S, K)))
+    q, k, v = (x.requires_grad_(case.backward) for x in random_inputs(case, (B, T, H), (B, S, K), (B, S, K)))
     starts = torch.zeros(B, T, dtype=torch.int32, device=case.device) if case.starts else None
 
     def run() -> None:
         out, _ = BACKENDS[name].attend(q, k, v, starts, case.causal, max(1, T // 4) if case.window else None,
                                        case.head_dim ** -0.5, 20.0 if case.softcap else None)
-        out.backward(out.detach())
+        if case.backward:
+            out.backward(out.detach())
 
     if gpu:
         return triton.benchmark(run, 3)
@@ -231,7 +234,8 @@ def circumstance(device: str) -> str:
 def probe(name: str, case: Case) -> str | None:
     """None, or what is wrong with a backend here: it differs from the reference, or a later key changes a query.
 
-    One small forward and backward. PyTorch's own causal attention once leaked the future on one device and dtype.
+    One small forward, and where asked for backward. PyTorch's own causal attention once leaked the future on one device
+    and dtype.
     """
     T, S = (1, 24) if case.single else (24, 24) if case.square else (24, 40)
     if case.single and case.square:
@@ -244,9 +248,9 @@ def probe(name: str, case: Case) -> str | None:
 
     def run(module: ModuleType, *qkv: Tensor) -> list[Tensor]:
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in qkv]
+            leaves = [x.detach().requires_grad_(case.backward) for x in qkv]
             out, _ = module.attend(*leaves, *rest)
-            return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+            return [out.detach(), *(torch.autograd.grad(out, leaves, dout.to(out.dtype)) if case.backward else ())]
 
     try:
         ours = run(BACKENDS[name], q, k, v)

@@ -1,4 +1,4 @@
-"""What the custom ops of the backends share: the shapes that they give, and the way from a forward to its backward."""
+"""What the backends share: the shapes that their custom ops give, and the way from a forward to its backward."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from torch.library import CustomOpDef
 def unit(x: Tensor) -> Tensor:
     """x with a unit last stride, copied where it has another; a gradient of .sum() has stride 0."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def wanted(*inputs: Tensor) -> bool:
+    """Whether a gradient is asked for."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def differentiable(forward: CustomOpDef, backward: CustomOpDef, *, materialize: bool = False) -> None:
