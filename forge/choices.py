@@ -78,7 +78,7 @@ def choose(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
     sequences = t.batch_tokens // m.seq_len
     say(f"model: {m.n_layers} layers of width {m.dim}, {m.n_heads} heads of {m.head_dim}, MLP of {m.ffn_dim}, "
         f"{m.parameters:,} parameters, {m.flops_per_token() / 1e6:,.0f} MFLOP a token")
-    say(f"batch: {t.batch_tokens:,} tokens a step = {sequences} windows of {m.seq_len}"
+    say(f"batch: {t.batch_tokens:,} tokens a step = {sequences} window{'s' * (sequences > 1)} of {m.seq_len}"
         + (f", {chosen.micro_batch} at a time" if chosen.micro_batch != sequences else "")
         + {"none": "", "selective": ", the MLPs recomputed in the backward",
            "full": ", every block recomputed in the backward"}[chosen.recompute])

@@ -23,6 +23,7 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Switch = Annotated[bool, Field(strict=True)]      # a TOML's "yes" is no boolean
 Open = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -67,14 +68,14 @@ class ModelConfig:
     mlp: Literal["swiglu", "gelu", "relu2"] = "swiglu"
     position: Literal["rope", "learned"] = "rope"
     rope_base: Open = 10_000.0
-    qk_norm: bool = True
+    qk_norm: Switch = True
     """RMSNorm of queries and keys, one gain a channel (arXiv:2302.05442)"""
     window: Positive | None = None
     """keys that a windowed layer sees, the query's own included; None: every layer sees all"""
     full_every: Positive = 4
     """with a window: every n-th layer and the last see all keys, the others the window"""
-    bias: bool = False
-    tied: bool = False
+    bias: Switch = False
+    tied: Switch = False
     """the head is the embedding"""
     softcap: Open | None = None
     """logits become softcap * tanh(logits / softcap)"""
@@ -144,7 +145,7 @@ class DataConfig:
     """validation text; None: the last 10 % of the text by bytes, whole documents where there are 20 or more"""
     text_field: str = "text"
     """the field of a .jsonl record that holds the text"""
-    skip_bad_lines: bool = False
+    skip_bad_lines: Switch = False
     """leave out and count .jsonl lines that hold no text, where the default is to refuse them"""
     tokenizer: str | None = None
     """chars, bytes, bpe, gpt2, or a file: a tokenizer.json, GPT-2's encoder.json, a .tiktoken; None: chars for the bundled
@@ -214,12 +215,12 @@ class TrainConfig:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the computation; weights and moments are float32"""
-    fp8: bool = False
+    fp8: Switch = False
     """bfloat16, with the products of the blocks' layers in 8 bits while training: for models of 1b and more, on NVIDIA GPUs
     from Ada and Hopper on"""
-    compile: bool | None = None
+    compile: Switch | None = None
     """torch.compile; None: where its compiler is found and the run gains by it"""
-    deterministic: bool = True
+    deterministic: Switch = True
     attention: str = "auto"
     """a backend by name; auto: the fastest of those that pass their check"""
     threads: Count = 0

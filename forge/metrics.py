@@ -56,13 +56,15 @@ class Metrics:
     """Writes the records of a run and shows them. Records after `step` are cut off: they belong to lost work."""
 
     def __init__(self, path: Path, step: int, console: Console) -> None:
-        last = cut(path, step)
+        last, lost = cut(path, step)
         self.path, self.waiting, self.full = path, b"", False
         self.file = path.open("ab", buffering=0)
         self.console = console
         if last < step:
-            console.print(f"{path} holds no records of the steps {last + 1:,} to {step:,}", markup=False, highlight=False,
-                          soft_wrap=True)
+            self.say(f"{path} holds no records of the steps {last + 1:,} to {step:,}")
+        if lost > step:
+            steps = f"step {lost:,}" if lost == step + 1 else f"steps {step + 1:,} to {lost:,}"
+            self.say(f"{steps}, after its last save, will be taken again")
         self.loss, self.seen, self.val, self.last_line = 0.0, 0, "", -LINE_EVERY_S
         self.bar: Progress | None = None
         if console.is_terminal:
@@ -133,13 +135,14 @@ class Metrics:
         self.file.close()
 
 
-def cut(path: Path, step: int) -> int:
-    """Leaves the records up to `step`, and returns the step of the last one, or 0; a line that was cut off while being
-    written goes too, a damaged one between good ones stays. A record of going back to a step (`went_back_from`) belongs to
-    what comes after it."""
+def cut(path: Path, step: int) -> tuple[int, int]:
+    """Leaves the records up to `step`, and returns the step of the last one that stays and of the last one that was there,
+    or 0; a line that was cut off while being written goes too, a damaged one between good ones stays. A record of going back
+    to a step (`went_back_from`) belongs to what comes after it."""
     if not path.exists():
-        return 0
-    at = kept = last = 0
+        return 0, 0
+    at = kept = last = there = 0
+    beyond = False
     with path.open("rb") as file:
         for line in file:
             at += len(line)
@@ -148,11 +151,13 @@ def cut(path: Path, step: int) -> int:
                 here, behind = int(record["step"]), "went_back_from" in record
             except (ValueError, KeyError, TypeError, OverflowError):
                 continue
-            if here + behind > step or not line.endswith(b"\n"):
+            if not line.endswith(b"\n"):
                 break
-            kept, last = at, here
+            there, beyond = here, beyond or here + behind > step
+            if not beyond:
+                kept, last = at, here
     os.truncate(path, kept)
-    return last
+    return last, there
 
 
 def duration(seconds: float) -> str:

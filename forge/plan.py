@@ -95,7 +95,8 @@ def smaller(c: Config) -> Config | None:
 
 def said(c: Config) -> str:
     what = {"none": "nothing recomputed", "selective": "the MLPs recomputed", "full": "every block recomputed"}
-    return f"{c.train.micro_batch} windows at a time and {what[c.train.recompute]}"
+    n = c.train.micro_batch
+    return f"{n} window{'s' * (n > 1)} at a time and {what[c.train.recompute]}"
 
 
 def table(c: Config) -> str:

@@ -214,7 +214,7 @@ def budget(c: Config, tokens: Tokens, valid_tokens: int, say: Say) -> Config:
     t = replace(t, sample_every=4 * (t.eval_every or 0) or None if t.sample_every is None else t.sample_every,
                 save_every=t.eval_every if t.save_every is None else t.save_every)
     planned = min([n for n in (t.tokens, t.steps and t.steps * t.batch_tokens) if n], default=0)
-    limits = [f"{t.steps:,} steps" if t.steps else "", f"{t.tokens:,} tokens" if t.tokens else "",
+    limits = [f"{t.steps:,} step{'s' * (t.steps > 1)}" if t.steps else "", f"{t.tokens:,} tokens" if t.tokens else "",
               f"{t.minutes:g} minutes" if t.minutes else ""]
     epochs = f", {planned / len(tokens):.1f} rounds over the text" if planned else ""
     say(f"budget: {' or '.join(filter(None, limits))}{epochs}; an evaluation "
@@ -601,8 +601,8 @@ def report(run: Path, c: Config, at: Progress, tokens: Tokens, model: Transforme
            console: Console, stop: Stop) -> None:
     """The last words of a run: what was reached, two samples, what to type next."""
     rounds = at.step * c.train.batch_tokens / len(tokens)
-    say(console, f"\ndone: {at.step:,} steps, {at.step * c.train.batch_tokens:,} tokens ({rounds:.1f} rounds over the "
-        f"text) in {duration(at.elapsed_s)}; best validation loss {at.best_loss:.4f} nats per token at step "
+    say(console, f"\ndone: {at.step:,} step{'s' * (at.step > 1)}, {at.step * c.train.batch_tokens:,} tokens ({rounds:.1f} "
+        f"rounds over the text) in {duration(at.elapsed_s)}; best validation loss {at.best_loss:.4f} nats per token at step "
         f"{at.best_step:,}")
     for seed in (1, 2) if c.train.sample_every != 0 else ():
         say(console, f"\n--- sample {seed}\n{write(model, tokenizer, seed, 300, stop)}" + "\n---" * (seed == 2))

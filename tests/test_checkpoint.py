@@ -85,7 +85,7 @@ def test_records_after_the_step_and_broken_ones_are_cut_off(tmp_path: Path) -> N
     lines = [f'{{"step": {i}}}\n' for i in range(1, 6)]
     for tail, step, kept in (("", 3, 3), ('{"step": 6', 9, 5), ('{"step": 6}', 9, 5), ("", 0, 0)):
         path.write_text("".join(lines) + tail)
-        cut(path, step)
+        assert cut(path, step) == (kept, 5)
         assert path.read_text() == "".join(lines[:kept])
 
 

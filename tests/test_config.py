@@ -91,6 +91,13 @@ def test_toml_is_laid_over_the_preset_and_json_keeps_all(tmp_path: Path) -> None
     assert load_json(tmp_path / "c.json") == config
 
 
+@pytest.mark.parametrize("line", ['fp8 = "yes"', "compile = 1", 'deterministic = "off"'])
+def test_what_is_no_boolean_is_not_taken_for_one(line: str, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(f"[train]\n{line}\n")
+    with pytest.raises(RequestError, match=f"train.{line.split()[0]}=.*valid boolean"):
+        load_toml(Config(), str(tmp_path / "c.toml"))
+
+
 def test_a_broken_toml_is_a_request_error(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("seed = = 7\n")
     with pytest.raises(RequestError, match="not TOML"):
