@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forge.memory import Memory, processor_name
 from forge.ops.attention import blocked, metal, reference, sdpa, triton
-from forge.ops.attention.custom_op import wanted
+from forge.ops.attention.custom_op import needs_grad
 
 # A backend is a module with
 #   supports(case: Case) -> None, or the reason why not
@@ -99,7 +99,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: i
         raise ValueError(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
     # index and not: while compiling, a size may be a symbol, and a choice needs its value
     case = Case(q.device.type, q.dtype, operator.index(D), not H == K, not T != S, not T != 1, causal, window is not None,
-                starts is not None, softcap is not None, return_lse, wanted(q, k, v))
+                starts is not None, softcap is not None, return_lse, needs_grad(q, k, v))
     if backend is None:
         name = choose(not T <= SHORT, *case)
     elif reason := unsupported(name, *case):

@@ -14,7 +14,7 @@ def unit(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def wanted(*inputs: Tensor) -> bool:
+def needs_grad(*inputs: Tensor) -> bool:
     """Whether a gradient is asked for."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
