@@ -48,7 +48,9 @@ def compare(backend: str, q: Tensor, k: Tensor, v: Tensor, with_lse: bool, toget
     for what, x, y, z in zip(names, ours, exact, plain):
         # an lse near 0 is the logarithm of what is near 1: its error counts as it is
         size = min(1.0, float(y.norm()) / max(1, y.numel()) ** 0.5) if what == "lse" else 1.0
-        off, allowed = size * distance(x, y), 2 * size * distance(z, y) + FLOORS[q.dtype]
+        # the rounding of a query's lse weighs each of its gradients alike: over fewer than four nothing averages it out
+        floor = FLOORS[q.dtype] * (2 if q.shape[1] < 4 and what not in ("output", "lse") else 1)
+        off, allowed = size * distance(x, y), 2 * size * distance(z, y) + floor
         assert off <= allowed, f"{what} is off by {off:.2e}, {allowed:.2e} is allowed"
 
 
