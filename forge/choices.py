@@ -75,6 +75,8 @@ def choose(c: Config, device: torch.device, mask: bool, say: Say) -> Config:
     found = verdicts(case(m, device, chosen.dtype, mask))
     refused = "; ".join(f"{name}: {reason}" for name, reason in found.items() if reason)
     say(f"attention: {chosen.attention}" + (f" ({refused})" if refused else ""))
+    if m.window and m.window >= m.seq_len:
+        say(f"note: model.window={m.window} hides no key from {m.seq_len} tokens, and rules out backends without one")
     sequences = t.batch_tokens // m.seq_len
     say(f"model: {m.n_layers} layers of width {m.dim}, {m.n_heads} heads of {m.head_dim}, MLP of {m.ffn_dim}, "
         f"{m.parameters:,} parameters, {m.flops_per_token() / 1e6:,.0f} MFLOP a token")

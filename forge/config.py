@@ -221,8 +221,9 @@ class TrainConfig:
     compile: Switch | None = None
     """torch.compile; None: where its compiler is found and the run gains by it"""
     deterministic: Switch = True
+    """each sum in one order: the same run gives the same weights to the bit"""
     attention: str = "auto"
-    """a backend by name; auto: the fastest of those that pass their check"""
+    """blocked, sdpa, triton, metal or reference; auto: the fastest of those that pass their check"""
     threads: Count = 0
     """CPU threads; 0: as torch finds them, or fewer where that is faster"""
 
@@ -326,7 +327,8 @@ def validate(config: Config) -> Config:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and "[" not in part)
         flag = "--" + key.replace("_", "-")
-        raise RequestError(f"{key}={first['input']!r}: {first['msg'].lower()}; set {flag}") from error
+        need = f"{key} to true or false" if first["type"] == "bool_type" else flag    # as a TOML has it
+        raise RequestError(f"{key}={first['input']!r}: {first['msg'].lower()}; set {need}") from error
     cores = os.cpu_count() or 1
     if config.train.threads > cores:
         raise RequestError(f"train.threads={config.train.threads} is more than the {cores} cores of this machine; set "

@@ -105,8 +105,8 @@ def resume(run: str | Path, config: Config | None = None, *, agree: Callable[[],
                                f"another run. Leave it out, or begin a new run without --resume")
     done, t = (checkpoint.steps(run) or [0])[-1], config.train
     if changes and ((t.steps or done) < done or (t.tokens or done * t.batch_tokens) < done * t.batch_tokens):
-        raise RequestError(f"{run} is at step {done:,} ({done * t.batch_tokens:,} tokens) already; give it a larger budget, "
-                           "or leave it out")
+        raise RequestError(f"{run} is at step {done:,} ({done * t.batch_tokens:,} tokens) already; give it a larger budget "
+                           "(--train.steps, --train.tokens), or leave it out")
     for key, (old, new) in changes.items():
         say(console, f"change: {key} {old} -> {new}")
     if changes:

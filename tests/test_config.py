@@ -94,7 +94,8 @@ def test_toml_is_laid_over_the_preset_and_json_keeps_all(tmp_path: Path) -> None
 @pytest.mark.parametrize("line", ['fp8 = "yes"', "compile = 1", 'deterministic = "off"'])
 def test_what_is_no_boolean_is_not_taken_for_one(line: str, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(f"[train]\n{line}\n")
-    with pytest.raises(RequestError, match=f"train.{line.split()[0]}=.*valid boolean"):
+    name = line.split()[0]
+    with pytest.raises(RequestError, match=f"train.{name}=.*valid boolean; set train.{name} to true or false"):
         load_toml(Config(), str(tmp_path / "c.toml"))
 
 

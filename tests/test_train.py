@@ -259,9 +259,12 @@ def test_a_folder_of_documents_with_a_window_and_another_validation_text(forge: 
     assert "25 documents" in done.out
     assert "attention: blocked" in done.out
     assert "sdpa: it knows no window" in done.out
+    assert "hides no key" not in done.out
     done = forge("train", "texts", *TINY, "--data.valid", "valid.txt", "--train.steps", 2, "--run", "s")
     assert "28 bytes, from valid.txt" in done.out
     assert evaluate("s").bytes == 28
+    done = forge("train", "texts", *TINY, "--model.window", 99, "--train.steps", 2, "--run", "t")
+    assert "note: model.window=99 hides no key from" in done.out
 
 
 def test_prepared_data_trains_alike_and_only_with_its_tokenizer(forge: Call, text_file: Path) -> None:
